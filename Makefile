@@ -1,0 +1,63 @@
+# Every target does the set-up that it needs. `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+MODEL := smollm2-135m
+QUICK_FLAG := $(if $(filter-out 0 false no,$(QUICK)),--quick)
+
+# Stamps are written on success alone, so what was interrupted is done again.
+INSTALLED := $(VENV)/.installed
+FETCHED := $(VENV)/.model-fetched
+# One set-up at a time, also from several shells; without flock (macOS) runs must not overlap.
+ALONE := $(if $(shell command -v flock),flock .setup.lock)
+
+FITS := import sys; sys.exit(sys.version_info < (3, 11))
+REFUSE := import sys; sys.version_info >= (3, 11) or sys.exit("Python %d.%d is too old, 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." % sys.version_info[:2])
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format report bench-scheduler lab clean distclean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv, install the package with its dependencies, fetch the default model
+	@$(ALONE) $(MAKE) --no-print-directory --silent $(FETCHED)
+
+$(INSTALLED): pyproject.toml requirements.lock
+	@$(PY) -c '$(FITS)' 2>/dev/null || { $(PYTHON) -c '$(REFUSE)' && $(PYTHON) -m venv --clear $(VENV); }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --upgrade
+	$(PY) -m pip install --disable-pip-version-check -c requirements.lock -e '.[dev]'
+	@touch $@
+
+$(FETCHED): $(INSTALLED) engine/models/hub.py engine/models/gguf_import.py
+	$(PY) -m engine.models.hub $(MODEL)
+	@touch $@
+
+test: setup ## Run the tests (ARGS="-k scheduler" goes to pytest)
+	$(PY) -m pytest $(ARGS)
+
+lint: setup ## Check style, format and types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+format: setup ## Sort imports and format
+	$(PY) -m ruff check --fix --select I
+	$(PY) -m ruff format
+
+report: setup ## Run the notebooks and write reports/*.html (STAGE=n for one stage, QUICK=1 for a fast run)
+	$(PY) -m lab report $(addprefix --stage ,$(STAGE)) $(QUICK_FLAG) $(ARGS)
+
+bench-scheduler: setup ## Measure the scheduler's own cost per step, without a model
+	$(PY) -m lab.bench_scheduler $(ARGS)
+
+lab: setup ## Open the notebooks in JupyterLab
+	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+
+clean: ## Remove what was built: HTML, records, traces, caches
+	rm -rf reports/*.html reports/quick reports/runs build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name '.venv*' -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the environment too (the model stays in the user's cache)
+	rm -rf $(VENV) .setup.lock

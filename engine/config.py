@@ -1,0 +1,224 @@
+"""Configuration: every knob of the engine with its default and its limits, and the shape of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+DTYPES = ("auto", "float32", "bfloat16")
+OPS_BACKENDS = ("auto", "reference", "cpu")
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+class ConfigError(ValueError):
+    """An option, or a combination of options, that the engine cannot honour."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every knob of the engine.
+
+    Attributes:
+        dtype: Type of weights, activations and KV: ``float32``, ``bfloat16``, or ``auto`` (the checkpoint's own).
+        max_model_len: Most tokens, prompt and output together, of one request; None takes the model's own limit.
+        block_size: Tokens per KV block.
+        num_kv_blocks: Blocks in the KV pool; excludes ``kv_cache_bytes``.
+        kv_cache_bytes: Bytes for the KV pool; excludes ``num_kv_blocks``. With neither, the pool holds
+            ``max_num_seqs`` requests of full length, or as much of that as fits 1 GiB.
+        max_num_seqs: Most requests that run at once.
+        max_num_batched_tokens: Most tokens of one step, decodes and prefills together. A whole prompt that is
+            longer runs in a step in which it is the only prefill.
+        ops: Op set: ``cpu`` (compiled on first use), ``reference`` (torch, any device, slow), or ``auto`` (the fastest
+            that is available).
+        num_threads: Threads of the ops on the CPU; None leaves torch's own choice.
+        check_invariants: Assert the conservation laws after every step (slow; for tests and debugging).
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    ops: Literal["auto", "reference", "cpu"] = "auto"
+    num_threads: int | None = None
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "block_size", "num_kv_blocks", "kv_cache_bytes", "max_num_seqs",
+                     "max_num_batched_tokens", "num_threads"):  # fmt: skip
+            value = getattr(self, name)
+            optional = type(self).__dataclass_fields__[name].default is None
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name}={value!r} is not an integer; give a whole number of at least 1")
+            if value < 1:
+                raise ConfigError(f"{name}={value} is below 1, the least the engine can work with; raise it")
+        for name, choices in (("dtype", DTYPES), ("ops", OPS_BACKENDS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
+        if not isinstance(self.check_invariants, bool):
+            raise ConfigError(f"check_invariants={self.check_invariants!r} is not a bool; give True or False")
+        if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
+            raise ConfigError(
+                f"num_kv_blocks={self.num_kv_blocks} and kv_cache_bytes={self.kv_cache_bytes} both size the KV pool; "
+                "give only one of them"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: a "
+                "step could not hold one token of every running request; raise the first or lower the second"
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Build a config from keyword options.
+
+        Raises:
+            ConfigError: An option does not exist (the message names the nearest one that does) or is out of range.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}"
+                raise ConfigError(f"unknown engine option {name}={options[name]!r}; {hint}")
+        return cls(**options)
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Frequency scaling of Llama 3.1's rotary embedding (Llama 3 paper, section 3.4; Hugging Face ``llama3``)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder: Llama, Qwen2 and Qwen3 differ in these fields only."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+    tie_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: Literal["float32", "bfloat16"]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], name: str) -> ModelConfig:
+        """Read a Hugging Face ``config.json``.
+
+        Args:
+            hf: The parsed file. Both the ``rope_theta``/``rope_scaling`` keys and the newer ``rope_parameters`` work.
+            name: How errors call the model.
+
+        Raises:
+            ConfigError: Unsupported architecture, activation, RoPE type or attention form, or a missing key.
+        """
+        architecture = (hf.get("architectures") or ["(none)"])[0]
+        if architecture not in ARCHITECTURES:
+            raise ConfigError(
+                f"{name}: architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            )
+        traits = ARCHITECTURES[architecture]
+
+        def need(key: str) -> Any:
+            if hf.get(key) is None:
+                raise ConfigError(f"{name}: config.json has no {key!r}, which {architecture} needs; add the key")
+            return hf[key]
+
+        for key, expected in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False)):
+            if hf.get(key, expected) != expected:
+                raise ConfigError(f"{name}: {key}={hf[key]!r} is not supported; only {expected!r} is")
+        if not traits.qkv_bias and hf.get("attention_bias", False):
+            raise ConfigError(f"{name}: attention_bias=True is not supported for {architecture}; only False is")
+        heads, kv_heads = need("num_attention_heads"), hf.get("num_key_value_heads") or need("num_attention_heads")
+        if heads % kv_heads:
+            raise ConfigError(
+                f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+            )
+        rope = hf.get("rope_parameters") or {
+            "rope_theta": hf.get("rope_theta", 10000.0),
+            **(hf.get("rope_scaling") or {}),
+        }
+        eos = hf.get("eos_token_id")
+        dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+        return cls(
+            architecture=architecture,
+            vocab_size=need("vocab_size"),
+            hidden_size=need("hidden_size"),
+            intermediate_size=need("intermediate_size"),
+            num_layers=need("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=hf.get("head_dim") or need("hidden_size") // heads,
+            max_position=need("max_position_embeddings"),
+            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rope_scaling=_rope_scaling(rope, name),
+            tie_embeddings=hf.get("tie_word_embeddings", False),
+            qkv_bias=traits.qkv_bias,
+            qk_norm=traits.qk_norm,
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+            dtype="bfloat16" if dtype in ("bfloat16", "float16") else "float32",
+        )
+
+
+@dataclass(frozen=True)
+class _Traits:
+    qkv_bias: bool
+    qk_norm: bool
+
+
+ARCHITECTURES: Mapping[str, _Traits] = {
+    "LlamaForCausalLM": _Traits(qkv_bias=False, qk_norm=False),
+    "Qwen2ForCausalLM": _Traits(qkv_bias=True, qk_norm=False),
+    "Qwen3ForCausalLM": _Traits(qkv_bias=False, qk_norm=True),
+}
+
+
+def _rope_scaling(rope: Mapping[str, Any], name: str) -> Llama3RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind == "llama3":
+        return Llama3RopeScaling(
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_max_position=rope["original_max_position_embeddings"],
+        )
+    raise ConfigError(f"{name}: RoPE type {kind!r} is not supported; supported: default, llama3")

@@ -1,0 +1,232 @@
+"""LLM: the engine's public face. Tokenise, step until done, detokenise."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from engine.config import ConfigError, EngineConfig, ModelConfig
+from engine.core import EngineCore, StepStats
+from engine.execution.runner import ModelRunner
+from engine.kv.block_pool import BlockPool
+from engine.models.hub import resolve_model
+from engine.request import Request, RequestError, RequestOutput, RequestTiming, SamplingParams, TokenOutput
+from engine.scheduler.loop import Scheduler
+from engine.tokenizer import ChatMessage, IncrementalDecoder, load_tokenizer
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids, or the messages of a chat."""
+
+
+class LLM:
+    """A model and the engine around it.
+
+    Args:
+        model: ``smollm2-135m``, a Hugging Face folder or hub name, or ``random:<shape>[:seed]``.
+        config: The knobs; or give them as keyword options (``LLM(model, max_num_seqs=8)``).
+
+    Raises:
+        ConfigError: An option is unknown, out of range, or contradicts another or the model.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", config: EngineConfig | None = None, **options: Any) -> None:
+        if config is not None and options:
+            raise ConfigError(f"config and the options {', '.join(sorted(options))} are both given; give only one")
+        self.config = EngineConfig.from_options(options) if config is None else config
+        self.source = source = resolve_model(model)
+        self.model_config = ModelConfig.from_hf(source.hf_config, source.name)
+        limit = self.model_config.max_position
+        self.max_model_len = limit if self.config.max_model_len is None else self.config.max_model_len
+        if self.max_model_len > limit:
+            raise ConfigError(f"max_model_len={self.max_model_len} exceeds {limit}, the model's own limit; lower it")
+        self.tokenizer = load_tokenizer(source.folder)
+        self._runner = runner = ModelRunner(source, self.model_config, self.config, self.max_model_len)
+        poison = runner.poison if self.config.check_invariants else None
+        pool = BlockPool(runner.num_kv_blocks, on_free=poison)
+        scheduler = Scheduler.from_config(self.config, pool, self.max_model_len, self.model_config.eos_token_ids)
+        self.core = EngineCore(scheduler, runner, self.model_config.vocab_size)
+        self._ids = itertools.count()
+        self._backlog: list[tuple[TokenOutput, RequestOutput | None]] = []
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end.
+
+        Args:
+            prompts: One prompt or a list of them.
+            sampling_params: One for all prompts, or one each; None is ``SamplingParams()``.
+            use_tqdm: Show a progress bar.
+
+        Returns:
+            One output for each prompt, in order.
+
+        Raises:
+            RequestError: A prompt is refused; then none of them runs. An interrupt aborts this call's requests only.
+        """
+        many = _as_list(prompts)
+        params = _per_prompt(sampling_params, len(many))
+        requests = [self._request(prompt, param, None) for prompt, param in zip(many, params, strict=True)]
+        for request in requests:
+            self.core.validate(request)
+        done: dict[str, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm) as bar:
+            try:
+                for request in requests:
+                    self.core.add(request)
+                mine = {request.request_id for request in requests}
+                num_tokens = 0
+                while len(done) < len(requests):
+                    for token, output in self._advance(mine):
+                        num_tokens += 1
+                        if output is not None:
+                            done[token.request_id] = output
+                            bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+                            bar.update()
+            finally:
+                for request in requests:
+                    if request.finish_reason is None:
+                        self.core.abort(request.request_id)
+        return [done[request.request_id] for request in requests]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenOutput]:
+        """Run one prompt and yield each token, with the text it adds, as it appears.
+
+        Leaving the iteration early aborts the request.
+        """
+        request = self._request(prompt, sampling_params or SamplingParams(), None)
+        self.core.add(request)
+        decoder = None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
+        try:
+            while request.finish_reason is None:
+                for token, _ in self._advance({request.request_id}):
+                    text = None if decoder is None else decoder.push(token.token_id, token.finish_reason is not None)
+                    yield TokenOutput(token.request_id, token.token_id, token.logprob, token.finish_reason, text)
+        finally:
+            if request.finish_reason is None:
+                self.core.abort(request.request_id)
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue a prompt for ``step``; returns its id.
+
+        Raises:
+            RequestError: The request is refused; the others go on.
+        """
+        request = self._request(prompt, sampling_params or SamplingParams(), request_id)
+        self.core.add(request)
+        return request.request_id
+
+    def step(self) -> tuple[list[TokenOutput], list[RequestOutput], StepStats | None]:
+        """Run one step.
+
+        Returns:
+            The tokens that appeared, the outputs of the requests that ended, and the step's statistics (None when there
+            was nothing to do). What ``add_request``'s requests produced while ``generate`` or ``stream`` drove the
+            engine is delivered first.
+        """
+        stats = self._step_into_backlog()
+        backlog, self._backlog = self._backlog, []
+        return [token for token, _ in backlog], [output for _, output in backlog if output is not None], stats
+
+    @property
+    def ops_name(self) -> str:
+        """The op set in use."""
+        return self._runner.ops.name
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.core.has_unfinished or bool(self._backlog)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Stop a request and free its blocks at once; its output so far, or None when it is unknown or has ended."""
+        request = self.core.abort(request_id)
+        return None if request is None else self._output(request)
+
+    def next_token_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Float32 logits [vocab] of the token after ``token_ids``, for diagnosis while the engine is idle.
+
+        Raises:
+            RequestError: Requests are running, or the tokens are refused as a prompt would be.
+        """
+        if self.core.has_unfinished:
+            raise RequestError("requests are running; let them end or abort them before asking for logits")
+        request = self._request(tuple(token_ids), SamplingParams(max_tokens=1), "logits")
+        self.core.add(request)
+        try:
+            return self._runner.logits(self.core.scheduler.schedule().scheduled)[0]
+        finally:
+            self.core.abort(request.request_id)
+
+    def _advance(self, mine: set[str]) -> Iterator[tuple[TokenOutput, RequestOutput | None]]:
+        self._step_into_backlog()
+        backlog, self._backlog = self._backlog, []
+        for item in backlog:
+            if item[0].request_id in mine:
+                yield item
+            else:
+                self._backlog.append(item)
+
+    def _step_into_backlog(self) -> StepStats | None:
+        step = self.core.step()
+        if step is None:
+            return None
+        for request in step.sampled:
+            token = TokenOutput(
+                request.request_id, request.token_ids[-1], request.logprobs[-1], request.finish_reason, None
+            )
+            self._backlog.append((token, None if request.finish_reason is None else self._output(request)))
+        return step.stats
+
+    def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+        token_ids = self._encode(prompt)
+        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
+        return Request(request_id, token_ids, params, time.perf_counter())
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not isinstance(prompt, str) and not is_chat:
+            return tuple(cast(Sequence[int], prompt))
+        if self.tokenizer is None:
+            raise RequestError(f"the model has no tokenizer, so {str(prompt)[:40]!r} cannot be encoded; give token ids")
+        return self.tokenizer.encode_chat(cast(Any, prompt)) if is_chat else self.tokenizer.encode(cast(str, prompt))
+
+    def _output(self, request: Request) -> RequestOutput:
+        assert request.finish_reason is not None
+        generated = request.token_ids[request.num_prompt_tokens :]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            text=None if self.tokenizer is None else self.tokenizer.decode(generated),
+            token_ids=tuple(generated),
+            logprobs=tuple(request.logprobs),
+            finish_reason=request.finish_reason,
+            num_cached_tokens=request.num_cached_tokens,
+            timing=RequestTiming(
+                request.arrival_time, request.admitted_time, tuple(request.token_times), request.finish_time
+            ),
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text, ids, messages) becomes a list of one."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | Mapping)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each prompt")
+    return list(params)

@@ -1,0 +1,1 @@
+"""Models: names to files, files to packed weights, and the one decoder."""

@@ -1,0 +1,72 @@
+"""One decoder for Llama, Qwen2 and Qwen3; their differences are fields of ModelConfig."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.execution.batch import ForwardBatch
+from engine.models.weights import DecoderWeights, LayerWeights
+from engine.ops import Ops
+
+
+def rope_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
+    """[max_positions, head_dim] float32: the cosines of each position's head_dim / 2 angles, then the sines.
+
+    RoFormer (Su et al. 2021); frequencies in float32 as Hugging Face computes them, with Llama 3.1's scaling where
+    the model asks for it.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is not None:
+        wavelengths = 2 * math.pi / frequencies
+        turns = scaling.original_max_position / wavelengths
+        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        blend = blend.clamp(0.0, 1.0)  # 0: slow frequencies, fully scaled; 1: fast ones, as they are
+        frequencies = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+
+
+class Decoder:
+    """Runs a ForwardBatch through the layers. Stateless: weights and KV memory are handed in once."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Ops, kv: Sequence[Any], rope: Tensor) -> None:
+        self.config = config
+        self._weights, self._ops, self._kv, self._rope = weights, ops, kv, rope
+        self._scale = config.head_dim**-0.5
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Compute all rows and write their KV; logits of ``batch.sample_rows``, float32 [samples, vocab]."""
+        ops, weights, eps = self._ops, self._weights, self.config.rms_norm_eps
+        residual = ops.embedding(batch.token_ids, weights.embedding)
+        hidden = ops.rms_norm(residual, weights.layers[0].input_norm, eps)
+        for i, layer in enumerate(weights.layers):
+            hidden = self._attention(hidden, layer, self._kv[i], batch)
+            hidden, residual = ops.add_rms_norm(hidden, residual, layer.post_norm, eps)
+            hidden = ops.row_linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
+            last = i + 1 == len(weights.layers)
+            next_norm = weights.final_norm if last else weights.layers[i + 1].input_norm
+            if last:  # only the rows that are sampled go on
+                hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
+            hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
+        return ops.logits(hidden, weights.lm_head)
+
+    def _attention(self, hidden: Tensor, layer: LayerWeights, kv: Any, batch: ForwardBatch) -> Tensor:
+        config, ops = self.config, self._ops
+        qkv = ops.linear(hidden, layer.qkv)
+        q, k, v = (
+            part.unflatten(1, (-1, config.head_dim))
+            for part in qkv.split((config.q_size, config.kv_size, config.kv_size), dim=1)
+        )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        q = ops.rope_and_store(q, k, v, self._rope, kv, batch)
+        return ops.row_linear(ops.paged_attention(q, kv, batch, self._scale), layer.output)

@@ -1,0 +1,115 @@
+"""The op set and its contract.
+
+Every backend obeys the *op contract*: row i of an op's output is a pure function of row i's inputs (for attention: of
+that query and the KV at its own positions), whatever the number of rows is and whatever rows surround it. Sums that
+tensor parallelism may split are defined over fixed leaves added in a fixed binary tree (``engine.ops.tree``). Greedy
+tokens and logprobs are therefore a function of the request alone, bit for bit, within one backend, dtype and
+instruction set.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.config import ConfigError, EngineConfig
+from engine.execution.batch import ForwardBatch
+
+VOCAB_CHUNK = 2048
+"""Log-sum-exp and argmax run over vocabulary chunks of this size, combined in a fixed tree."""
+
+
+class Ops(Protocol):
+    """What a backend provides. Shapes: M rows (tokens), N outputs, K inputs, D head_dim, H heads, KVH KV heads."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, num_leaves: int = 1) -> Any:
+        """Bring a [N, K] weight (any float dtype) into the backend's own layout.
+
+        ``num_leaves`` splits K evenly into the leaves of the shard tree, for a row-parallel weight.
+        """
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        """[M, K] in the ops' dtype to [M, N] in the same; float32 accumulation or better, rounded once."""
+
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        """Like ``linear``, but [M, N] stays float32."""
+
+    def row_linear(self, x: Tensor, weight: Any) -> Tensor:
+        """The leaves' partial sums added in tree order and rounded once: [M, K] to [M, N] in the ops' dtype."""
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """[M] int64 ids and a [vocab, hidden] table to [M, hidden]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019); ``x`` [M, N], ``weight`` [N]."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``residual + x`` in the ops' dtype, and its norm: returns (norm, sum), both [M, N]."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[M, 2F] holding gate then up to [M, F]: ``silu(gate) * up``."""
+
+    def allocate_kv(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> Any:
+        """One layer's paged KV memory in the backend's own layout; contents are undefined."""
+
+    def kv_bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of one block of one layer, K and V together."""
+
+    def poison_kv(self, kv: Any, block: int) -> None:
+        """Overwrite one block with NaN, so that a read of unwritten KV shows (for tests)."""
+
+    def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, kv: Any, batch: ForwardBatch) -> Tensor:
+        """Rotate q and k by position (Su et al. 2021, halves layout) and store k and v in their slots.
+
+        Args:
+            q: [M, H, D].
+            k, v: [M, KVH, D].
+            rope: [max_position, D] float32: cos of the D/2 angles, then sin.
+            kv: The layer's memory.
+            batch: Gives positions and slot_mapping.
+
+        Returns:
+            The rotated q, [M, H, D].
+        """
+
+    def paged_attention(self, q: Tensor, kv: Any, batch: ForwardBatch, scale: float) -> Tensor:
+        """Causal attention of every row over its sequence's KV, read through the block table.
+
+        One call serves any mix of whole prefills, chunks and decodes. ``q`` is [M, H, D]; the result is [M, H * D].
+        """
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, vocab] float32 to the lowest index of each row's maximum ([M] int64) and its logprob ([M] float32)."""
+
+    def logprobs_of(self, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """[M, vocab] float32 logits and [M] int64 ids to the ids' float32 logprobs [M]."""
+
+
+def select_ops(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Ops:
+    """The backend that ``config.ops`` names, for one dtype and device.
+
+    ``auto`` takes the compiled CPU kernels, and the reference ops, with a warning, where they cannot be built.
+
+    Raises:
+        ConfigError: ``ops="cpu"`` and the kernels cannot be built here.
+    """
+    from engine.ops.reference import ReferenceOps
+
+    if config.ops == "reference" or device.type != "cpu":
+        return ReferenceOps(dtype, device)
+    from engine.ops.cpu import CpuOps, unavailable_reason
+
+    reason = unavailable_reason()
+    if reason is None:
+        return CpuOps(dtype, device)
+    if config.ops == "cpu":
+        raise ConfigError(f"ops='cpu' is not available: {reason}; mend that, or choose ops='reference'")
+    warnings.warn(f"the CPU kernels are not available: {reason}; the slow reference ops run instead", stacklevel=2)
+    return ReferenceOps(dtype, device)

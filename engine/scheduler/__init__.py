@@ -1,0 +1,1 @@
+"""Scheduling: which tokens of which requests the next step computes. Plain Python, no torch."""

@@ -1,0 +1,1 @@
+"""The lab: workloads, measuring, golden tests, figures and reports on top of :mod:`engine`."""

@@ -1,0 +1,20 @@
+"""The figures of the reports: every function takes pandas frames and returns a plotly figure of fixed height."""
+
+from lab.figures.compare import ecdf, paired_bars
+from lab.figures.golden import golden_heatmap
+from lab.figures.steps import batch_composition, kv_occupancy
+from lab.figures.style import use_template
+from lab.figures.timeline import timeline, timelines
+from lab.figures.workload import length_scatter
+
+__all__ = [
+    "batch_composition",
+    "ecdf",
+    "golden_heatmap",
+    "kv_occupancy",
+    "length_scatter",
+    "paired_bars",
+    "timeline",
+    "timelines",
+    "use_template",
+]

@@ -1,0 +1,84 @@
+"""The outside reference: Hugging Face transformers on the same weights, in float32.
+
+The rule: teacher-forced on our tokens, our token lies within ``TIE`` logits of the maximum at every position; and its
+own ``generate`` gives the same tokens up to the first such tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from lab.golden import Outputs, TokenPrompts
+
+TIE = 1e-3
+"""Two tokens whose logits lie this close count as tied: float32 sums in another order differ by less."""
+
+
+class HuggingFace:
+    """A transformers model in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        self._model.eval()
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[len(token_ids), vocab] float32: row i is the distribution after token i."""
+        return self._model(torch.tensor([list(token_ids)])).logits[0]
+
+    @torch.inference_mode()
+    def generate(self, prompts: TokenPrompts, max_tokens: int, desc: str | None = None) -> dict[str, tuple[int, ...]]:
+        """Greedy ``generate``, one prompt at a time (no padding), up to and including the end-of-sequence token."""
+        result = {}
+        for name in tqdm(prompts, desc=desc, unit="prompt", disable=desc is None):
+            ids = torch.tensor([list(prompts[name])])
+            out = self._model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+            )
+            result[name] = tuple(out[0, ids.shape[1] :].tolist())
+        return result
+
+
+def teacher_forced(hf: HuggingFace, prompts: TokenPrompts, outputs: Outputs, desc: str | None = None) -> pd.DataFrame:
+    """How far our token's logit lies below the maximum, under Hugging Face, at every output position.
+
+    Returns:
+        One row for each token: prompt_id, position, token, margin (0 where our token is the maximum), logprob (ours)
+        and hf_logprob.
+    """
+    rows = []
+    for name in tqdm(outputs, desc=desc, unit="prompt", disable=desc is None):
+        output = outputs[name]
+        logits = hf.logits(prompts[name] + output.token_ids)[len(prompts[name]) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output.token_ids).unsqueeze(1)).squeeze(1)
+        margins = (logits.amax(1) - chosen).tolist()
+        logprobs = torch.log_softmax(logits.double(), 1).gather(1, torch.tensor(output.token_ids).unsqueeze(1))
+        for position, (token, margin) in enumerate(zip(output.token_ids, margins, strict=True)):
+            rows.append((name, position, token, margin, output.logprobs[position], float(logprobs[position])))
+    return pd.DataFrame(rows, columns=["prompt_id", "position", "token", "margin", "logprob", "hf_logprob"])
+
+
+def judge(forced: pd.DataFrame, outputs: Outputs, generated: Mapping[str, tuple[int, ...]]) -> pd.DataFrame:
+    """The rule, prompt by prompt.
+
+    Returns:
+        One row a prompt: prompt_id, tokens, worst_margin, first_tie (position of the first token that is not Hugging
+        Face's maximum, or None), same_until_tie, passed.
+    """
+    rows = []
+    for name, group in forced.groupby("prompt_id", sort=False):
+        ties = group.loc[group["margin"] > 0, "position"]
+        first_tie = int(ties.iloc[0]) if len(ties) else None
+        mine, other = outputs[str(name)].token_ids, generated[str(name)]
+        same = mine[:first_tie] == other[:first_tie]
+        worst = float(group["margin"].max())
+        rows.append((name, len(mine), worst, first_tie, same, same and worst <= TIE))
+    columns = ["prompt_id", "tokens", "worst_margin", "first_tie", "same_until_tie", "passed"]
+    return pd.DataFrame(rows, columns=columns)

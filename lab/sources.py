@@ -1,0 +1,185 @@
+"""Where a request class takes its prompts from, and the trace it may replay: parts of the workload's YAML schema.
+
+A source states how long its prompts are before it draws a token, so that a workload too long for the model is refused
+before it fills the memory. A new kind of prompt is a new class in `PromptSource`.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from lab.distributions import Count, Length, Positive, Schema, Trace, WorkloadError
+from lab.traces import (
+    TraceFormat,
+    TraceRequest,
+    find_trace,
+    prompts_from_hash_ids,
+    read_trace,
+    scale_block,
+    scale_length,
+)
+
+Messages = tuple[Mapping[str, str], ...]
+Prompt = tuple[int, ...] | str | Messages
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a request class may draw from while it is built."""
+
+    seed: int
+    class_name: str
+    folder: Path
+    vocab_size: int
+    trace: Trace
+    trace_block: int
+
+    def rng(self, stream: str) -> np.random.Generator:
+        digest = hashlib.sha256(f"{self.class_name}/{stream}".encode()).digest()
+        words = np.frombuffer(digest, dtype="<u4").tolist()
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, *words])))
+
+    def random_prompts(self, lengths: np.ndarray) -> list[Prompt]:
+        """Prompts of these lengths (int64), each token uniform in [0, vocab_size)."""
+        tokens = self.rng("prompt tokens").integers(self.vocab_size, size=int(lengths.sum()))
+        return [tuple(part.tolist()) for part in np.split(tokens, np.cumsum(lengths)[:-1])]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts whose lengths (int64, tokens) are known, where they can be, before any token is drawn."""
+
+    size: int
+    lengths: np.ndarray | None
+    draw: Callable[[], Sequence[Prompt]]
+
+
+class RandomPrompts(Schema):
+    """Uniformly random token ids, of lengths drawn from a distribution."""
+
+    source: Literal["random"]
+    length: Length
+
+    def open(self, count: int | None, context: BuildContext) -> PromptSet:
+        if count is None:
+            raise WorkloadError("count is missing, and random prompts have no number of their own; add it")
+        lengths = self.length.sample(count, context.rng("prompt length"), context.trace)
+        return PromptSet(count, lengths, lambda: context.random_prompts(lengths))
+
+
+class TextPrompts(Schema):
+    """The lines of a JSONL file (`path`, relative to the workload file), each with `text` or chat `messages`."""
+
+    source: Literal["text"]
+    path: str
+
+    def open(self, count: int | None, context: BuildContext) -> PromptSet:
+        path = context.folder / self.path
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 too
+        except (OSError, UnicodeDecodeError) as error:
+            raise WorkloadError(
+                f"prompt.path = {self.path!r}: cannot read {path} ({error}); correct the path"
+            ) from error
+        prompts = [_text_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        size = available(count, len(prompts), f"prompts in {path}")
+        return PromptSet(size, None, lambda: prompts[:size])
+
+
+class TracePrompts(Schema):
+    """Random token ids of the trace's lengths; where the trace has hash ids, sharing prefixes exactly as they do."""
+
+    source: Literal["trace"]
+
+    def open(self, count: int | None, context: BuildContext) -> PromptSet:
+        trace = context.trace[: available(count, len(context.trace), "requests in the trace")]
+        lengths = np.array([request.num_prompt_tokens for request in trace], np.int64)
+        ids = [request.hash_ids for request in trace if request.hash_ids is not None]
+        if not ids:
+            return PromptSet(len(trace), lengths, lambda: context.random_prompts(lengths))
+
+        def draw() -> list[Prompt]:
+            rng = context.rng("prompt tokens")
+            tokens = prompts_from_hash_ids(lengths.tolist(), ids, context.trace_block, context.vocab_size, rng)
+            return [tuple(prompt.tolist()) for prompt in tokens]
+
+        return PromptSet(len(trace), lengths, draw)
+
+
+PromptSource = Annotated[RandomPrompts | TextPrompts | TracePrompts, Field(discriminator="source")]
+
+
+def available(count: int | None, size: int, what: str) -> int:
+    """`count`, or all of `size` where it is None; raises WorkloadError where there are fewer than that, or none."""
+    if size < (count or 1):
+        raise WorkloadError(f"count is {count or 1}, but there are only {size} {what}; lower count or add to them")
+    return count or size
+
+
+def _text_prompt(path: Path, number: int, line: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise WorkloadError(f"{path}, line {number}: not JSON ({error}); write one object a line") from error
+    match row:
+        case {"text": str(text)} if text and "messages" not in row:
+            return text
+        case {"messages": [*messages]} if messages and "text" not in row and all(map(_is_message, messages)):
+            return tuple(messages)
+    raise WorkloadError(
+        f"{path}, line {number}: needs either 'text' (not empty) or 'messages' (a list of objects with role and "
+        f"content), found {line.strip()[:80]!r}"
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+class TraceSource(Schema):
+    """A trace to replay: its prompts, outputs and arrivals are used where the class says `trace`.
+
+    Prompt lengths are multiplied by `prompt_scale`, output lengths by `output_scale`. What is longer than
+    `max_prompt_tokens` or `max_output_tokens` after that is clipped to it, or with `longer: drop` left out.
+    """
+
+    format: TraceFormat
+    file: str
+    prompt_scale: Positive = 1.0
+    output_scale: Positive = 1.0
+    max_prompt_tokens: Count | None = None
+    max_output_tokens: Count | None = None
+    longer: Literal["clip", "drop"] = "clip"
+
+    @property
+    def block_tokens(self) -> int:
+        return scale_block(self.prompt_scale) if self.format == TraceFormat.MOONCAKE else 1
+
+    def read(self, count: int | None, traces: Path | None) -> tuple[TraceRequest, ...]:
+        """The first `count` requests that are kept, scaled."""
+        path = find_trace(self.file, traces)
+        rows = read_trace(path, self.format, count if self.longer == "clip" else None)
+        scaled = [self._scaled(row) for row in rows]
+        kept = [request for request in scaled if request is not None][:count]
+        if not kept:
+            raise WorkloadError(
+                f"trace.longer = 'drop' leaves none of {len(rows)} requests; raise max_prompt_tokens "
+                f"({self.max_prompt_tokens}) or max_output_tokens ({self.max_output_tokens}), or scale the trace"
+            )
+        return tuple(kept)
+
+    def _scaled(self, row: TraceRequest) -> TraceRequest | None:
+        lengths = (
+            (scale_length(row.num_prompt_tokens, self.prompt_scale), self.max_prompt_tokens),
+            (scale_length(row.num_output_tokens, self.output_scale), self.max_output_tokens),
+        )
+        if self.longer == "drop" and any(limit and length > limit for length, limit in lengths):
+            return None
+        prompt, output = (min(length, limit or length) for length, limit in lengths)
+        return TraceRequest(row.arrival_s, prompt, output, row.hash_ids)
