@@ -188,11 +188,16 @@ class LLM:
         return step.stats
 
     def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
-        token_ids = self._encode(prompt)
+        token_ids = self.encode(prompt)
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         return Request(request_id, token_ids, params, time.perf_counter())
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt: as given, by the tokenizer, or under the chat template.
+
+        Raises:
+            RequestError: The model has no tokenizer or no chat template for what is given.
+        """
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         if not isinstance(prompt, str) and not is_chat:
             return tuple(cast(Sequence[int], prompt))

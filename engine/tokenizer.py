@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engine.request import RequestError
 
-ChatMessage = dict[str, str]
+ChatMessage = Mapping[str, str]
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 

@@ -23,6 +23,8 @@ class Command:
 
 COMMANDS = (
     Command("report", "lab.report", "run the stages' notebooks and write their HTML reports"),
+    Command("bench", "lab.bench", "replay a workload through the engine, or two configurations in pairs"),
+    Command("golden", "lab.matrix", "run a stage's golden matrix: the same bits in every configuration"),
     Command("workload", "lab.workload", "show what a workload file asks for"),
     Command("trace", "lab.trace", "turn a run's records into a Chrome/Perfetto trace"),
 )

@@ -47,8 +47,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Trial:
-    """One timed run: its metrics (`lab.metrics.summarise`), the requests it completed, and how many of their outputs
-    were compared with the golden ones and found equal."""  # noqa: D205, D209
+    """One timed run.
+
+    summary: its metrics (`lab.metrics.summarise`). completed: the requests behind them. golden_outputs: how many of
+    their outputs were held against the golden ones; all of these were equal.
+    """
 
     place: Place
     summary: pd.DataFrame

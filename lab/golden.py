@@ -192,9 +192,16 @@ class Cell:
 
 
 def run_matrix(
-    reference: Cell, cells: Sequence[Cell], on_difference: Callable[[list[Difference]], list[Difference]] | None = None
+    reference: Cell,
+    cells: Sequence[Cell],
+    explainer: Callable[[Outputs, list[Difference]], list[Difference]] | None = None,
 ) -> tuple[pd.DataFrame, Outputs]:
     """Run the reference cell and hold every other one against it.
+
+    Args:
+        reference: The cell that defines the answers.
+        cells: The others.
+        explainer: Adds to the differences of a cell what can be found out about them, as ``explain`` does.
 
     Returns:
         A frame with the columns row, column, status (reference, equal, different, absent), num_equal, num_prompts and
@@ -213,8 +220,8 @@ def run_matrix(
             rows.append(entry | {"status": "absent", "num_equal": 0, "detail": "does not exist yet"})
             continue
         found = [] if cell is reference else differences(expected, cell.run())
-        if found and on_difference is not None:
-            found = on_difference(found)
+        if found and explainer is not None:
+            found = explainer(expected, found)
         status: CellStatus = "reference" if cell is reference else "different" if found else "equal"
         detail = "; ".join(map(str, found[:3])) if found else (cell.proof() if cell.proof else "")
         rows.append(entry | {"status": status, "num_equal": len(expected) - len(found), "detail": detail})

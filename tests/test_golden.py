@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,6 @@ from lab.golden import (
     Cell,
     GoldenOutput,
     Outputs,
-    TokenPrompts,
     differences,
     encode,
     explain,
@@ -24,16 +22,10 @@ from lab.golden import (
     run_cell,
     run_matrix,
 )
+from lab.matrix import golden_matrix, random_prompts
 
 ROOT = Path(__file__).parent.parent
 DTYPES = ("float32", "bfloat16")
-
-
-def tiny_prompts(count: int = 24) -> TokenPrompts:
-    """Random prompts of 1 to 100 tokens, block-aligned lengths among them."""
-    generator = random.Random(0)
-    lengths = [1, 15, 16, 17, 31, 32, 33, 47, 48, 49] + [generator.randint(1, 100) for _ in range(count - 10)]
-    return {f"t{i}": tuple(generator.randrange(3, 512) for _ in range(n)) for i, n in enumerate(lengths)}
 
 
 def output(*token_ids: int, logprobs: tuple[float, ...] | None = None) -> GoldenOutput:
@@ -44,7 +36,7 @@ def output(*token_ids: int, logprobs: tuple[float, ...] | None = None) -> Golden
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_alone_equals_50_random_batches_on_the_tiny_model(ops: Literal["reference", "cpu"], dtype: str) -> None:
     llm = LLM("random:tiny", ops=ops, dtype=dtype, num_kv_blocks=200, max_num_seqs=8, max_num_batched_tokens=128)
-    prompts, params = tiny_prompts(), SamplingParams(max_tokens=24)
+    prompts, params = random_prompts(512, 24), SamplingParams(max_tokens=24)
     alone = run_alone(llm, prompts, params)
     assert len({one.token_ids for one in alone.values()}) > 20, "the prompts' answers must differ to prove anything"
     for batch in random_compositions(prompts, 50, 6, seed=1):
@@ -113,10 +105,10 @@ def test_matrix_marks_absent_different_and_proven_cells() -> None:
 
 
 def test_compositions_cover_every_prompt() -> None:
-    batches = random_compositions(tiny_prompts(), 50, 6, seed=1)
-    assert {name for batch in batches for name in batch} == set(tiny_prompts())
+    batches = random_compositions(random_prompts(512, 24), 50, 6, seed=1)
+    assert {name for batch in batches for name in batch} == set(random_prompts(512, 24))
     assert all(1 <= len(batch) <= 6 for batch in batches) and len(batches) == 50
-    assert batches == random_compositions(tiny_prompts(), 50, 6, seed=1)
+    assert batches == random_compositions(random_prompts(512, 24), 50, 6, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +124,13 @@ def test_a_bad_prompt_file_is_refused(tmp_path: Path, content: str, message: str
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         load_prompts(path)
+
+
+def test_stage_0_matrix_on_the_tiny_model() -> None:
+    frame, expected = golden_matrix(0, "random:tiny", "float32", num_prompts=12, max_tokens=8)
+    status = frame.set_index(["row", "column"])["status"]
+    assert status["alone", "TP 1, eager"] == "reference" and status["static batches", "TP 1, eager"] == "equal"
+    assert set(status.drop([("alone", "TP 1, eager"), ("static batches", "TP 1, eager")])) == {"absent"}
+    assert len(expected) == 12
+    with pytest.raises(ValueError, match="stage 9 has no golden matrix"):
+        golden_matrix(9, "random:tiny", "float32", num_prompts=1, max_tokens=1)

@@ -58,7 +58,7 @@ class ModelSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """128 bits of SHA-256 over config and weights: equal for equal models, wherever their folders are (reads every file)."""
+        """128 bits of SHA-256 over config and weights (reads them all): equal for equal models, wherever they are."""
         digest = hashlib.sha256(json.dumps(self.hf_config, sort_keys=True).encode())
         digest.update(f"random seed {self.random_seed}".encode())
         for path in sorted(self.folder.glob("*.safetensors")) if self.folder else ():

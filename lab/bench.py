@@ -1,0 +1,174 @@
+"""Replays on the real engine: one run of a workload, or a paired experiment of two configurations.
+
+``python -m lab bench WORKLOAD`` prints every metric of one run; with ``--feature`` options it runs the baseline and the
+feature in pairs and prints the one table of every metric.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lab.record import RunRecord
+
+if TYPE_CHECKING:
+    from engine import LLM
+    from lab.experiment import Arm, Golden
+    from lab.workload import Workload, WorkloadSpec
+
+
+class Replays:
+    """A workload file's requests for each seed, built once for one model.
+
+    Args:
+        spec: The workload file.
+        llm: Whose vocabulary, length limit and tokenizer the requests are built for.
+        traces: Folder of the traces; None takes the one that LAB_TRACES names.
+    """
+
+    def __init__(self, spec: WorkloadSpec, llm: LLM, traces: Path | None = None) -> None:
+        self._spec, self._llm, self._traces = spec, llm, traces
+        self._built: dict[int, Workload] = {}
+
+    def of(self, seed: int) -> Workload:
+        """The requests of one seed."""
+        if seed not in self._built:
+            vocab_size, limit = self._llm.model_config.vocab_size, self._llm.max_model_len
+            self._built[seed] = self._spec.build(vocab_size, limit, seed, self._traces)
+        return self._built[seed]
+
+    def drive(self, llm: LLM, seed: int, **options: Any) -> RunRecord:
+        """Replay one seed's requests through ``llm``; ``options`` as for ``lab.drive.drive``."""
+        from lab.drive import drive
+
+        return drive(llm.core, self.of(seed), llm.encode, **options)
+
+    def golden(self, llm: LLM, seeds: Sequence[int], desc: str | None = None) -> Golden:
+        """The golden answers: every request run by itself, whatever its arrival, on ``llm``."""
+        from tqdm.auto import tqdm
+
+        from engine import SamplingParams
+        from lab.record import hash_tokens
+
+        answers: dict[int, dict[str, str]] = {}
+        asked = [(seed, request) for seed in seeds for request in self.of(seed).requests]
+        for seed, request in tqdm(asked, desc=desc, unit="request", disable=desc is None):
+            params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+            output = llm.generate([llm.encode(request.prompt)], params, use_tqdm=False)[0]
+            answers.setdefault(seed, {})[request.request_id] = hash_tokens(output.token_ids)
+        return answers
+
+
+def engine_arm(name: str, llm: LLM, replays: Replays, slow_down: Callable[[], None] | None = None) -> Arm:
+    """An arm that replays a workload through an engine without a prefix cache.
+
+    ``slow_down`` is called once in every step: an arm that is known to be slower, to test an experiment with.
+    """
+    from lab.experiment import Arm, CacheState
+
+    def run(seed: int) -> RunRecord:
+        if slow_down is None:
+            return replays.drive(llm, seed)
+        with _Slowed(llm, slow_down):
+            return replays.drive(llm, seed)
+
+    return Arm(name, run, CacheState.NONE, lambda: CacheState.NONE)
+
+
+class _Slowed:
+    """While entered, every step of the engine also calls ``pause``."""
+
+    def __init__(self, llm: LLM, pause: Callable[[], None]) -> None:
+        self._core, self._pause = llm.core, pause
+
+    def __enter__(self) -> None:
+        runner, pause = self._core.runner, self._pause
+        self._runner = runner
+
+        class Slow:
+            num_kv_blocks = runner.num_kv_blocks
+            poison = runner.poison
+
+            @staticmethod
+            def execute(scheduled: Any) -> Any:
+                pause()
+                return runner.execute(scheduled)
+
+        self._core.runner = Slow()
+
+    def __exit__(self, *_: object) -> None:
+        self._core.runner = self._runner
+
+
+def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers ``bench``."""
+    parser = subparsers.add_parser(
+        "bench", description="Replays a workload through the engine; with --feature, two configurations in pairs."
+    )
+    parser.add_argument("workload", type=Path, metavar="FILE", help="workload, as in workloads/quick_mix.yaml")
+    parser.add_argument("--model", default="smollm2-135m", help="name, folder or random:<shape> (%(default)s)")
+    parser.add_argument("--baseline", nargs="*", default=[], metavar="OPTION=VALUE", help="engine options of the run")
+    parser.add_argument(
+        "--feature", nargs="*", metavar="OPTION=VALUE", help="engine options of the arm held against it"
+    )
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of each contrast, even (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the workload (%(default)s)")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the traces (default: $LAB_TRACES)")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="keep the raw records here")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the benchmark, prints its table and returns the exit status."""
+    import sys
+
+    try:
+        print(_table(arguments))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; records until then are kept where --save says", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _table(arguments: argparse.Namespace) -> str:
+    from engine import LLM
+    from lab.experiment import run_experiment
+    from lab.metrics import summarise
+    from lab.workload import load_workload
+
+    baseline = LLM(arguments.model, **_options(arguments.baseline))
+    replays = Replays(load_workload(arguments.workload), baseline, arguments.traces)
+    if arguments.feature is None:
+        record = replays.drive(baseline, arguments.seeds[0], save_to=arguments.save, desc="requests")
+        return summarise(record)[["metric", "value", "unit", "n", "note"]].to_string(index=False)
+    feature = LLM(arguments.model, **_options(arguments.feature))
+    experiment = run_experiment(
+        engine_arm("baseline", baseline, replays),
+        engine_arm("feature", feature, replays),
+        replays.golden(baseline, arguments.seeds, desc="golden answers, each request alone"),
+        pairs=arguments.pairs,
+        seeds=arguments.seeds,
+        keep=arguments.save,
+    )
+    columns = ["metric", "unit", "baseline", "feature", "change", "low", "high", "noise_high", "verdict", "note"]
+    return experiment.compare()[columns].to_string(index=False, float_format="{:.4g}".format)
+
+
+def _options(pairs: Sequence[str]) -> Mapping[str, Any]:
+    """``name=value`` pairs as engine options; values are Python literals, or text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{pair!r} is not OPTION=VALUE, as in max_num_seqs=8")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    return options
