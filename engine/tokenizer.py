@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from engine.request import RequestError
 
@@ -40,8 +41,10 @@ class Tokenizer:
         """
         if not self._hf.chat_template:
             raise RequestError("the model has no chat template; give text or token ids instead of messages")
+        template_input = [dict(message) for message in messages]
         try:
-            return tuple(self._hf.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+            encoded = self._hf.apply_chat_template(template_input, add_generation_prompt=True, return_dict=False)
+            return tuple(cast(list[int], encoded))
         except Exception as error:  # whatever the template's Jinja code raises
             raise RequestError(f"the chat template rejects the messages {list(messages)!r}: {error}") from error
 

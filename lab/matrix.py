@@ -20,18 +20,17 @@ MODES = ("TP 1, eager", "TP 1, graph", "TP 2, eager", "TP 2, graph")
 """The columns of every matrix: tensor-parallel size and execution mode."""
 
 _EXISTING = ("TP 1, eager",)
-_MAX_NUM_SEQS = 8
 
 
 def golden_matrix(
-    stage: int, model: str, dtype: str, num_prompts: int, max_tokens: int, progress: bool = False
+    stage: int, llm: LLM, num_prompts: int, max_tokens: int, progress: bool = False
 ) -> tuple[pd.DataFrame, Outputs]:
-    """Run a stage's matrix on one model and dtype.
+    """Run a stage's matrix.
 
     Args:
         stage: 0 holds static batches against every prompt alone.
-        model: The real model takes the chat prompts of ``workloads/prompts.jsonl``, a ``random:`` one seeded token ids.
-        dtype: float32 or bfloat16.
+        llm: An idle engine: the model and dtype. One with a tokenizer takes the chat prompts of
+            ``workloads/prompts.jsonl``, one without seeded token ids.
         num_prompts: Prompts, from the first.
         max_tokens: Longest answer, tokens.
         progress: Show progress bars.
@@ -42,12 +41,11 @@ def golden_matrix(
     Raises:
         ValueError: The stage has no matrix.
     """
-    from engine import LLM, SamplingParams
+    from engine import SamplingParams
     from lab.golden import Cell, explain, run_alone, run_cell, run_matrix
 
     if stage != 0:
         raise ValueError(f"stage {stage} has no golden matrix; the stages that do: 0")
-    llm = LLM(model, dtype=dtype, max_num_seqs=_MAX_NUM_SEQS, num_kv_blocks=1024)
     prompts, params = golden_prompts(llm, num_prompts), SamplingParams(max_tokens=max_tokens)
 
     def alone() -> Outputs:
@@ -57,7 +55,7 @@ def golden_matrix(
         return run_cell(llm, prompts, params, "static batches" if progress else None)
 
     def proof() -> str:
-        return f"batches of up to {_MAX_NUM_SEQS} of {len(prompts)} prompts"
+        return f"batches of up to {llm.config.max_num_seqs} of {len(prompts)} prompts"
 
     cells = [Cell("alone", mode, None) for mode in MODES[1:]]
     cells += [Cell("static batches", mode, batched if mode in _EXISTING else None, proof) for mode in MODES]
@@ -100,11 +98,13 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the matrices, prints them and returns the exit status."""
+    from engine import LLM
+
     different = 0
     try:
         for dtype in arguments.dtype:
-            options = (arguments.stage, arguments.model, dtype, arguments.prompts, arguments.max_tokens)
-            frame, _ = golden_matrix(*options, progress=True)
+            llm = LLM(arguments.model, dtype=dtype, max_num_seqs=16, num_kv_blocks=1024)
+            frame, _ = golden_matrix(arguments.stage, llm, arguments.prompts, arguments.max_tokens, progress=True)
             print(f"\nstage {arguments.stage}, {arguments.model}, {dtype}\n{frame.to_string(index=False)}")
             different += int((frame["status"] == "different").sum())
     except ValueError as error:

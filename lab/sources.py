@@ -6,7 +6,7 @@ before it fills the memory. A new kind of prompt is a new class in `PromptSource
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +25,7 @@ from lab.traces import (
     scale_length,
 )
 
-Messages = tuple[Mapping[str, str], ...]
+Messages = tuple[dict[str, str], ...]
 Prompt = tuple[int, ...] | str | Messages
 
 

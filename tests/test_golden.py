@@ -127,10 +127,11 @@ def test_a_bad_prompt_file_is_refused(tmp_path: Path, content: str, message: str
 
 
 def test_stage_0_matrix_on_the_tiny_model() -> None:
-    frame, expected = golden_matrix(0, "random:tiny", "float32", num_prompts=12, max_tokens=8)
+    llm = LLM("random:tiny", dtype="float32", num_kv_blocks=200, max_num_seqs=8)
+    frame, expected = golden_matrix(0, llm, num_prompts=12, max_tokens=8)
     status = frame.set_index(["row", "column"])["status"]
     assert status["alone", "TP 1, eager"] == "reference" and status["static batches", "TP 1, eager"] == "equal"
     assert set(status.drop([("alone", "TP 1, eager"), ("static batches", "TP 1, eager")])) == {"absent"}
     assert len(expected) == 12
     with pytest.raises(ValueError, match="stage 9 has no golden matrix"):
-        golden_matrix(9, "random:tiny", "float32", num_prompts=1, max_tokens=1)
+        golden_matrix(9, llm, num_prompts=1, max_tokens=1)
