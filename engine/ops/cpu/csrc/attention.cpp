@@ -1,0 +1,127 @@
+// Vector attention: both products are micro.h's, K and V tiles are its B operand as they lie.
+#include "attention.h"
+
+#include "micro.h"
+
+namespace cpu_ops {
+namespace {
+
+template <class Element>
+class VectorProducts {
+ public:
+  using T = Element;
+  static constexpr int ITEM_ROWS = 4 * MAX_ROWS;
+
+  explicit VectorProducts(const KvLayout& layout) : head_dim_(layout.head_dim) {
+    static thread_local Scratch memory;
+    queries_ = memory.get<float>(ITEM_ROWS * head_dim_);
+  }
+
+  // Strips of R rows as [d][R] float32; the rows split evenly over the strips.
+  template <class F>
+  void load_queries(int64_t rows, F query) {
+    rows_ = rows;
+    strips_ = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t strip = 0; strip < strips_; strip++) {
+      const int64_t first = first_row(strip), count = first_row(strip + 1) - first;
+      float* const to = queries_ + first * head_dim_;
+      for (int64_t row = 0; row < count; row++) {
+        const T* const from = query(first + row);
+        for (int64_t d = 0; d < head_dim_; d += LANES) {
+          float lanes[LANES];
+          store(lanes, load(from + d));
+          for (int lane = 0; lane < LANES; lane++) to[(d + lane) * count + row] = lanes[lane];
+        }
+      }
+    }
+  }
+
+  void scores(const T* const* k_tiles, const T* const* v_tiles, int tiles, float* out) const {
+    for (int tile = 0; tile < tiles; tile += MAX_PANELS) {  // a few tiles stay in L1 while the strips pass
+      for_each_strip([&](auto r, int64_t first) {
+        constexpr int R = r, P = panels_for(R);
+        int t = tile;
+        const int end = std::min(tile + MAX_PANELS, tiles);
+        for (; t + P <= end; t += P) score_tiles<R, P>(first, k_tiles + t, v_tiles + t, out + t * PANEL);
+        for (; t < end; t++) score_tiles<R, 1>(first, k_tiles + t, v_tiles + t, out + t * PANEL);
+      });
+    }
+  }
+
+  void values(const T* const* v_tiles, const T* const* next_k_tiles, int tiles, const float* p, float* out) const {
+    for (int64_t column = 0; column < head_dim_; column += MAX_PANELS * PANEL) {
+      for_each_strip([&](auto r, int64_t first) {
+        constexpr int R = r, P = panels_for(R);
+        int64_t d = column;
+        const int64_t end = std::min(column + MAX_PANELS * PANEL, head_dim_);
+        for (; d + P * PANEL <= end; d += P * PANEL) value_columns<R, P>(first, v_tiles, next_k_tiles, tiles, p, d, out);
+        for (; d < end; d += PANEL) value_columns<R, 1>(first, v_tiles, next_k_tiles, tiles, p, d, out);
+      });
+    }
+  }
+
+ private:
+  int64_t first_row(int64_t strip) const { return strip * rows_ / strips_; }
+
+  template <class F>
+  void for_each_strip(F f) const {
+    for (int64_t strip = 0; strip < strips_; strip++) {
+      const int64_t first = first_row(strip);
+      with_constant<MAX_ROWS>(static_cast<int>(first_row(strip + 1) - first), [&](auto r) { f(r, first); });
+    }
+  }
+
+  // R rows times P tiles of 16 keys: the sum runs over d.
+  template <int R, int P>
+  __attribute__((noinline)) void score_tiles(int64_t first, const T* const* k_tiles, const T* const* v_tiles,
+                                             float* out) const {
+    const T *b[P], *ahead[P];
+    std::copy(k_tiles, k_tiles + P, b);
+    std::copy(v_tiles, v_tiles + P, ahead);
+    Accumulators<R, P> acc;
+    multiply<R, P>(acc, queries_ + first * head_dim_, 1, R, b, ahead, PANEL * K_STEP<T>, head_dim_);
+    write<R, P>(acc, out + first * STEP_KEYS, STEP_KEYS);
+  }
+
+  // R rows times P * 16 columns of V: the sum runs over the step's keys, tile after tile.
+  template <int R, int P>
+  __attribute__((noinline)) void value_columns(int64_t first, const T* const* v_tiles, const T* const* next_k_tiles,
+                                               int tiles, const float* p, int64_t d, float* out) const {
+    Accumulators<R, P> acc;
+    for (int tile = 0; tile < tiles; tile++) {
+      const T *b[P], *ahead[P];
+      for (int i = 0; i < P; i++) {
+        b[i] = v_tiles[tile] + (d + i * PANEL) * PANEL;
+        ahead[i] = next_k_tiles[tile] + (d + i * PANEL) * PANEL;
+      }
+      multiply<R, P>(acc, p + first * STEP_KEYS + tile * PANEL, STEP_KEYS, 1, b, ahead, PANEL * K_STEP<T>, PANEL);
+    }
+    write<R, P>(acc, out + first * head_dim_ + d, head_dim_);
+  }
+
+  template <int R, int P>
+  static INLINE void write(const Accumulators<R, P>& acc, float* out, int64_t stride) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANES_16; v++) store(out + r * stride + p * PANEL + v * LANES, acc.v[r][p][v]);
+  }
+
+  int64_t head_dim_, rows_ = 0, strips_ = 0;
+  float* queries_;
+};
+
+}  // namespace
+
+template <class T>
+void attention_vector(const T* q, const T* kv, const KvLayout& layout, const AttentionBatch& batch, T* out,
+                      int threads) {
+  attention<VectorProducts<T>>(q, kv, layout, batch, out, threads);
+}
+
+template void attention_vector(const float*, const float*, const KvLayout&, const AttentionBatch&, float*, int);
+template void attention_vector(const bf16*, const bf16*, const KvLayout&, const AttentionBatch&, bf16*, int);
+
+}  // namespace cpu_ops

@@ -1,0 +1,96 @@
+// The vector linear: weights packed in panels, activations in float32 strips, micro.h in between.
+#include "gemm.h"
+
+#include "micro.h"
+
+namespace cpu_ops {
+namespace {
+
+// A strip of R rows is [k][R] float32, so that a step of k reads its R multipliers from one place.
+template <class Element>
+struct VectorKernel {
+  using T = Element;
+  using A = float;
+  struct Session {};
+  static constexpr int STRIP_ROWS = MAX_ROWS;
+  static constexpr bool EVEN_STRIPS = true;  // 7 rows as 4 + 3: no strip with too few chains
+  static constexpr int64_t BLOCK_ROWS = 40 * MAX_ROWS;
+  static constexpr int64_t K_CHAIN = 128;
+  static constexpr int64_t A_BYTES = 1 << 18;
+
+  static int64_t a_size(int64_t rows, int64_t k) { return rows * k; }
+  static int64_t panels_together(int strip_rows) { return panels_for(strip_rows); }
+
+  static void pack(const T* x, int64_t x_stride, int rows, const LinearShape& shape, A* a) {
+    for (int64_t leaf = 0; leaf < shape.leaves; leaf++) {
+      A* const to = a + leaf * shape.leaf_k_padded * rows;
+      for (int row = 0; row < rows; row++)
+        for_lanes(shape.leaf_k, [&](int64_t i, int count) {
+          float lanes[LANES];
+          store(lanes, load(x + row * x_stride + leaf * shape.leaf_k + i, count));
+          for (int lane = 0; lane < count; lane++) to[(i + lane) * rows + row] = lanes[lane];
+        });
+      std::fill(to + shape.leaf_k * rows, to + shape.leaf_k_padded * rows, 0.0f);
+    }
+  }
+
+  static void multiply(const A* a, int rows, int64_t a_k, const T* b, int64_t b_panel, int panels, int64_t k, float* c,
+                       int64_t c_panel, bool first) {
+    with_constant<MAX_ROWS>(rows, [&](auto r) {
+      constexpr int R = r, P = panels_for(R);
+      int p = 0;
+      for (; p + P <= panels; p += P)
+        chain<R, P>(a + a_k * R, b + p * b_panel, b_panel, k, c + p * c_panel, c_panel, first);
+      for (; p < panels; p++) chain<R, 1>(a + a_k * R, b + p * b_panel, b_panel, k, c + p * c_panel, c_panel, first);
+    });
+  }
+
+  template <int R, int P>
+  static __attribute__((noinline)) void chain(const A* a, const T* b, int64_t b_panel, int64_t k, float* c,
+                                              int64_t c_panel, bool first) {
+    const T* panels[P];
+    for (int p = 0; p < P; p++) panels[p] = b + p * b_panel;
+    Accumulators<R, P> acc;
+    cpu_ops::multiply<R, P>(acc, a, 1, R, panels, static_cast<const T* const*>(nullptr), PANEL * K_STEP<T>, k);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANES_16; v++) {
+          float* const at = c + p * c_panel + r * PANEL + v * LANES;
+          store(at, first ? acc.v[r][p][v] : load(at) + acc.v[r][p][v]);
+        }
+  }
+};
+
+}  // namespace
+
+template <class T>
+void pack_linear(const T* weight, const LinearShape& shape, T* packed, int threads) {
+  constexpr int STEP = K_STEP<T>;
+  const int64_t panels = (shape.n + PANEL - 1) / PANEL, k = shape.leaves * shape.leaf_k;
+#pragma omp parallel for num_threads(threads)
+  for (int64_t panel = 0; panel < panels; panel++)
+    for (int64_t leaf = 0; leaf < shape.leaves; leaf++) {
+      T* const to = packed + (panel * shape.leaves + leaf) * shape.leaf_k_padded * PANEL;
+      std::fill(to, to + shape.leaf_k_padded * PANEL, T{});
+      for (int64_t j = 0; j < std::min<int64_t>(PANEL, shape.n - panel * PANEL); j++) {
+        const T* const from = weight + (panel * PANEL + j) * k + leaf * shape.leaf_k;
+        for (int64_t i = 0; i < shape.leaf_k; i++) to[(i / STEP * PANEL + j) * STEP + i % STEP] = from[i];
+      }
+    }
+}
+
+template <class T, class Y>
+void linear_vector(const T* x, const T* packed, const float* bias, const LinearShape& shape, Y* y, int threads) {
+  linear<VectorKernel<T>, Y>(x, packed, bias, shape, y, threads);
+}
+
+template void pack_linear(const float*, const LinearShape&, float*, int);
+template void pack_linear(const bf16*, const LinearShape&, bf16*, int);
+template void linear_vector(const float*, const float*, const float*, const LinearShape&, float*, int);
+template void linear_vector(const bf16*, const bf16*, const float*, const LinearShape&, bf16*, int);
+template void linear_vector(const bf16*, const bf16*, const float*, const LinearShape&, float*, int);
+
+}  // namespace cpu_ops
