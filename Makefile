@@ -15,8 +15,11 @@ ALONE := $(if $(shell command -v flock),flock .setup.lock)
 FITS := import sys; sys.exit(sys.version_info < (3, 11))
 REFUSE := import sys; sys.version_info >= (3, 11) or sys.exit("Python %d.%d is too old, 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." % sys.version_info[:2])
 
+# What acceptance runs beyond a report's defaults.
+ACCEPT_0 := -p num_alone 64 -p pairs 20
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format report bench-scheduler lab clean distclean
+.PHONY: help setup test lint format report golden accept bench-ops bench-scheduler lab clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +51,15 @@ format: setup ## Sort imports and format
 
 report: setup ## Run the notebooks and write reports/*.html (STAGE=n for one stage, QUICK=1 for a fast run)
 	$(PY) -m lab report $(addprefix --stage ,$(STAGE)) $(QUICK_FLAG) $(ARGS)
+
+golden: setup ## Run a stage's golden matrix on the real model (STAGE=n, default 0)
+	$(PY) -m lab golden --stage $(or $(STAGE),0) $(ARGS)
+
+accept: test ## Accept a stage: the tests, then its full report (STAGE=n)
+	$(PY) -m lab report --stage $(or $(STAGE),0) $(ACCEPT_$(or $(STAGE),0))
+
+bench-ops: setup ## Measure every op against torch's
+	$(PY) -m lab.bench_ops $(ARGS)
 
 bench-scheduler: setup ## Measure the scheduler's own cost per step, without a model
 	$(PY) -m lab.bench_scheduler $(ARGS)
