@@ -15,7 +15,7 @@ from engine.models.hub import resolve_model
 
 COMMON: dict[str, Any] = {
     "vocab_size": 300,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
@@ -37,12 +37,13 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama untied": (LlamaForCausalLM, LlamaConfig(**COMMON, tie_word_embeddings=False, rms_norm_eps=1e-5)),
     "llama 3 rope": (LlamaForCausalLM, LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**COMMON)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)),
 }
 
 
+@pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
+def test_logits_equal_hugging_face(name: str, ops: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     cls, config = MODELS[name]
     model = cls(config).eval()
@@ -52,7 +53,7 @@ def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     prompt = torch.randint(3, 300, (90,)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]
-    llm = LLM(str(tmp_path), dtype="float32", num_kv_blocks=40)
+    llm = LLM(str(tmp_path), dtype="float32", ops=ops, num_kv_blocks=40)
     for length in (1, 15, 16, 17, 90):
         logits = llm.next_token_logits(prompt[:length])
         assert torch.allclose(logits, expected[length - 1], atol=2e-4, rtol=1e-4), (name, length)
