@@ -33,7 +33,10 @@ class EngineConfig:
             longer runs in a step in which it is the only prefill.
         ops: Op set: ``cpu`` (compiled on first use), ``reference`` (torch, any device, slow), or ``auto`` (the fastest
             that is available).
-        num_threads: Threads of the ops on the CPU; None leaves torch's own choice.
+        num_threads: Threads of the ops on the CPU, of each rank; None takes torch's own choice, divided by the ranks.
+        tensor_parallel_size: Ranks that share the model, a process each. The outputs do not depend on it.
+        enforce_eager: Never pad decode steps to a graph's batch size. Without it they are captured and replayed as
+            CUDA graphs; on a CPU the same padded batches run without a capture.
         check_invariants: Assert the conservation laws after every step (slow; for tests and debugging).
     """
 
@@ -46,11 +49,13 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     ops: Literal["auto", "reference", "cpu"] = "auto"
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "block_size", "num_kv_blocks", "kv_cache_bytes", "max_num_seqs",
-                     "max_num_batched_tokens", "num_threads"):  # fmt: skip
+                     "max_num_batched_tokens", "num_threads", "tensor_parallel_size"):  # fmt: skip
             value = getattr(self, name)
             optional = type(self).__dataclass_fields__[name].default is None
             if value is None and optional:
@@ -63,8 +68,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
-        if not isinstance(self.check_invariants, bool):
-            raise ConfigError(f"check_invariants={self.check_invariants!r} is not a bool; give True or False")
+        for name in ("check_invariants", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a bool; give True or False")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ConfigError(
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_bytes={self.kv_cache_bytes} both size the KV pool; "

@@ -12,7 +12,8 @@ from tqdm.auto import tqdm
 
 from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.core import EngineCore, StepStats
-from engine.execution.runner import ModelRunner
+from engine.execution.graph import GraphReplay
+from engine.execution.launch import start_runner
 from engine.kv.block_pool import BlockPool
 from engine.models.hub import resolve_model
 from engine.request import Request, RequestError, RequestOutput, RequestTiming, SamplingParams, TokenOutput
@@ -30,8 +31,14 @@ class LLM:
         model: ``smollm2-135m``, a Hugging Face folder or hub name, or ``random:<shape>[:seed]``.
         config: The knobs; or give them as keyword options (``LLM(model, max_num_seqs=8)``).
 
+    With ``tensor_parallel_size`` above 1 the other ranks are processes that this one starts, and ends in ``close`` (or
+    use the engine in a ``with`` statement), when it is collected, or when it ends itself, however it does. Under
+    ``torchrun`` they are torchrun's processes: there ``LLM(...)`` returns on rank 0 alone; on the others it serves until
+    rank 0 closes and then ends the program (``SystemExit(0)``).
+
     Raises:
         ConfigError: An option is unknown, out of range, or contradicts another or the model.
+        WorkerError: A rank could not start; from every later call, too, once a rank has failed.
     """
 
     def __init__(self, model: str = "smollm2-135m", config: EngineConfig | None = None, **options: Any) -> None:
@@ -45,7 +52,7 @@ class LLM:
         if self.max_model_len > limit:
             raise ConfigError(f"max_model_len={self.max_model_len} exceeds {limit}, the model's own limit; lower it")
         self.tokenizer = load_tokenizer(source.folder)
-        self._runner = runner = ModelRunner(source, self.model_config, self.config, self.max_model_len)
+        self._runner = runner = start_runner(source, self.model_config, self.config, self.max_model_len)
         poison = runner.poison if self.config.check_invariants else None
         pool = BlockPool(runner.num_kv_blocks, on_free=poison)
         scheduler = Scheduler.from_config(self.config, pool, self.max_model_len, self.model_config.eos_token_ids)
@@ -142,6 +149,31 @@ class LLM:
     def ops_name(self) -> str:
         """The op set in use."""
         return self._runner.ops.name
+
+    @property
+    def world_size(self) -> int:
+        """Ranks at work, as their group counts them."""
+        return self._runner.group.size
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds that rank 0 has spent in exchanges between ranks so far, waiting for the others included."""
+        return self._runner.group.seconds
+
+    @property
+    def graph_replays(self) -> tuple[GraphReplay, ...]:
+        """How often each graph ran, and how often padded; nothing where ``enforce_eager`` turned graphs off."""
+        return () if self._runner.graphs is None else self._runner.graphs.replays
+
+    def close(self) -> None:
+        """End the other ranks' processes. An engine of one rank holds none and may go on."""
+        self._runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -49,15 +49,17 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
-ROW_OPS = ("linear", "logits", "row_linear", "rms_norm", "add_rms_norm", "silu_mul", "greedy")
+LINEAR_OPS = {"linear": ("linear", 1), "linear_f32": ("linear_f32", 1)}
+LINEAR_OPS |= {"linear, 3 leaves": ("linear", 3), "linear_f32, 3 leaves": ("linear_f32", 3)}
+ROW_OPS = (*LINEAR_OPS, "rms_norm", "add_rms_norm", "silu_mul", "greedy")
 
 
 def run_row_op(ops: Ops, name: str, x: Tensor, n: int, k: int) -> list[Tensor]:
     """Apply one op whose rows are independent to x [M, k]; parameters are fixed by seed."""
-    if name in ("linear", "logits", "row_linear"):
-        leaves = 3 if name == "row_linear" else 1
-        weight = ops.pack_linear(normal(1, n, k), normal(2, n) if name == "linear" else None, leaves)
-        return [getattr(ops, name)(x, weight)]
+    if name in LINEAR_OPS:
+        op, leaves = LINEAR_OPS[name]
+        weight = ops.pack_linear(normal(1, n, k), normal(2, n) if leaves == 1 else None, leaves)
+        return [getattr(ops, op)(x, weight)]
     if name == "rms_norm":
         return [ops.rms_norm(x, normal(3, k).to(ops.dtype), 1e-5)]
     if name == "add_rms_norm":
@@ -100,11 +102,12 @@ def test_a_rows_bits_do_not_depend_on_its_batch(
             assert same_bits(one[0], many[position])
 
 
-@pytest.mark.parametrize("name", ["linear", "logits", "row_linear"])
+@pytest.mark.parametrize("name", LINEAR_OPS)
 def test_linear_is_at_least_as_accurate_as_torch(ops: Ops, name: str) -> None:
     x, weight = normal(0, 37, 576).to(ops.dtype), normal(1, 960, 576).to(ops.dtype)
     expected = x.double() @ weight.double().T
-    result = getattr(ops, name)(x, ops.pack_linear(weight, num_leaves=3 if name == "row_linear" else 1))
+    op, leaves = LINEAR_OPS[name]
+    result = getattr(ops, op)(x, ops.pack_linear(weight, num_leaves=leaves))
     library = torch.nn.functional.linear(x, weight)
     assert relative_error(result, expected) <= relative_error(library, expected) * 1.01
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import DEFAULT_KV_CACHE_BYTES, ConfigError, EngineConfig, ModelConfig
-from engine.execution.batch import ForwardBatch
+from engine.execution.batch import ForwardBatch, StepLayout
+from engine.execution.communicator import Communicator, LocalGroup
+from engine.execution.graph import GraphRunner
+from engine.execution.parallel import make_shard
 from engine.execution.results import StepResult
 from engine.execution.sampler import sample
+from engine.execution.workers import Workers
 from engine.models.checkpoint import open_checkpoint
 from engine.models.decoder import Decoder, rope_table
 from engine.models.hub import ModelSource
@@ -21,31 +28,71 @@ from engine.scheduler.loop import ScheduledRequest
 
 
 class ModelRunner:
-    """Runs a real model in this process.
+    """Runs a real model in this process: all of it, or one rank's part together with the other ranks.
+
+    Rank 0 executes plans; the others ``follow``.
 
     Raises:
-        ConfigError: The KV pool would hold no block, or exceeds what the options allow.
+        ConfigError: The KV pool would hold no block, or exceeds what the options allow, or the model cannot be split
+            over so many ranks.
     """
 
-    def __init__(self, source: ModelSource, model: ModelConfig, config: EngineConfig, max_model_len: int) -> None:
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+    def __init__(
+        self,
+        source: ModelSource,
+        model: ModelConfig,
+        config: EngineConfig,
+        max_model_len: int,
+        group: Communicator | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        self.group: Communicator = LocalGroup() if group is None else group
+        self._workers = Workers() if workers is None else workers
+        self._config = config
+        self._to_poison: list[int] = []
         dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-        self._block_size = config.block_size
-        self.ops = select_ops(config, dtype, torch.device("cpu"))
-        checkpoint = open_checkpoint(source, expected_tensors(model))
-        weights = load_weights(model, checkpoint, self.ops)
-        shape = (config.block_size, model.num_kv_heads, model.head_dim)
-        self.bytes_per_block = model.num_layers * self.ops.kv_bytes_per_block(*shape)
-        self.num_kv_blocks = num_kv_blocks(config, self.bytes_per_block, max_model_len)
-        self._kv = [self.ops.allocate_kv(self.num_kv_blocks, *shape) for _ in range(model.num_layers)]
-        rope = rope_table(model, max_model_len, self.ops.device)
-        self._decoder = Decoder(model, weights, self.ops, self._kv, rope)
+        shard = make_shard(model, self.group.rank, self.group.size)
+        with using_threads(config.num_threads):
+            self.ops = select_ops(config, dtype, torch.device("cpu"))
+            # Blocks are counted for the whole model, so that the pool does not depend on the number of ranks.
+            shape = (config.block_size, model.num_kv_heads, model.head_dim)
+            self.bytes_per_block = model.num_layers * self.ops.kv_bytes_per_block(*shape)
+            self.num_kv_blocks = num_kv_blocks(config, self.bytes_per_block, max_model_len)
+            weights = load_weights(model, open_checkpoint(source, expected_tensors(model)), self.ops, shard)
+            # One block more than the scheduler knows: what pads a graph's batch is written there.
+            local = (self.num_kv_blocks + 1, config.block_size, shard.num_kv_heads, model.head_dim)
+            self._kv = [self.ops.allocate_kv(*local) for _ in range(model.num_layers)]
+            rope = rope_table(model, max_model_len, self.ops.device)
+            decoder = Decoder(model, weights, self.ops, self._kv, rope, self.group, shard)
+            self.graphs: GraphRunner | None = None
+            if not config.enforce_eager:
+                self.graphs = GraphRunner(
+                    decoder.forward,
+                    self.ops.device,
+                    max_num_seqs=config.max_num_seqs,
+                    max_model_len=max_model_len,
+                    block_size=config.block_size,
+                    padding_block=self.num_kv_blocks,
+                )
+            self._forward = decoder.forward if self.graphs is None else self.graphs.forward
 
-    @torch.inference_mode()
+    def meet(self) -> None:
+        """Wait until every rank has loaded its part."""
+        message = np.array([self.num_kv_blocks]) if self.group.rank == 0 else None
+        leaders = int(self.group.broadcast(message)[0])
+        if leaders != self.num_kv_blocks:
+            raise RuntimeError(f"rank {self.group.rank} has {self.num_kv_blocks} KV blocks, rank 0 has {leaders}")
+
+    def follow(self) -> None:
+        """Compute this rank's part of every step of rank 0 until that closes the group."""
+        while len(message := self.group.broadcast(None)):
+            self._run(message)
+
     def logits(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Compute a plan's tokens and write their KV; float32 [samples, vocab] where the plan takes samples."""
-        return self._decoder.forward(ForwardBatch.from_plan(scheduled, self._block_size, self.ops.device))
+        with self._workers.together():
+            poisoned, self._to_poison = self._to_poison, []
+            return self._run(self.group.broadcast(StepLayout.of(scheduled, poisoned).message()))
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
@@ -53,13 +100,49 @@ class ModelRunner:
         logits = self.logits(scheduled)
         forward_end = time.perf_counter()
         sampled = [item.request for item in scheduled if item.takes_sample]
-        drawn = sample(logits, sampled, self.ops) if sampled else []
+        with using_threads(self._config.num_threads):
+            drawn = sample(logits, sampled, self.ops) if sampled else []
         samples = {request.request_id: value for request, value in zip(sampled, drawn, strict=True)}
         return StepResult(samples, forward_end - start, time.perf_counter() - forward_end)
 
     def poison(self, block: int) -> None:
-        for kv in self._kv:
-            self.ops.poison_kv(kv, block)
+        self._to_poison.append(block)
+
+    def close(self) -> None:
+        """End the other ranks, if there are any; nothing runs afterwards."""
+        self._workers.close(self.group)
+
+    @torch.inference_mode()
+    def _run(self, message: NDArray[np.int64]) -> Tensor:
+        layout = StepLayout.parse(message)
+        for block in layout.poisoned.tolist():
+            for kv in self._kv:
+                self.ops.poison_kv(kv, block)
+        batch = ForwardBatch.from_layout(layout, self._config.block_size, self.ops.device)
+        with using_threads(self._config.num_threads):
+            if self._config.check_invariants:
+                self._check_plans(batch)
+            return self._forward(batch)
+
+    def _check_plans(self, batch: ForwardBatch) -> None:
+        """Assert on rank 0 that every rank is about to compute the same batch."""
+        mine = torch.frombuffer(bytearray(batch.digest), dtype=torch.float32).unsqueeze(0).to(self.ops.device)
+        everyones = self.group.gather(mine, (2,) * self.group.size).cpu().numpy().view(np.int64)[0]
+        assert all(digest == everyones[0] for digest in everyones), f"the ranks' plans differ: digests {everyones}"
+
+
+@contextlib.contextmanager
+def using_threads(count: int | None) -> Iterator[None]:
+    """Run the ops on ``count`` threads; None leaves torch's own choice."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def num_kv_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int) -> int:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.execution.batch import ForwardBatch
-from engine.models.weights import DecoderWeights, LayerWeights
+from engine.execution.communicator import Communicator
+from engine.models.weights import DecoderWeights, LayerWeights, RowParallel
 from engine.ops import Ops
+
+if TYPE_CHECKING:
+    from engine.execution.parallel import Shard
 
 
 def rope_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
@@ -35,38 +39,66 @@ def rope_table(config: ModelConfig, max_positions: int, device: torch.device) ->
 
 
 class Decoder:
-    """Runs a ForwardBatch through the layers. Stateless: weights and KV memory are handed in once."""
+    """Runs a ForwardBatch through the layers, together with the other ranks of the group.
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Ops, kv: Sequence[Any], rope: Tensor) -> None:
+    Stateless: weights and KV memory, of this rank's heads, are handed in once.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        ops: Ops,
+        kv: Sequence[Any],
+        rope: Tensor,
+        group: Communicator,
+        shard: Shard,
+    ) -> None:
         self.config = config
         self._weights, self._ops, self._kv, self._rope = weights, ops, kv, rope
+        self._group, self._vocab_widths = group, tuple(map(len, shard.vocab))
+        self._kv_size = len(shard.attention.runs[shard.rank]) * config.head_dim
         self._scale = config.head_dim**-0.5
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute all rows and write their KV; logits of ``batch.sample_rows``, float32 [samples, vocab]."""
+        """Compute all rows and write their KV; logits of ``batch.sample_rows``, float32 [samples, vocab].
+
+        Rank 0 gets the logits; the others get none, [samples, 0].
+        """
         ops, weights, eps = self._ops, self._weights, self.config.rms_norm_eps
         residual = ops.embedding(batch.token_ids, weights.embedding)
         hidden = ops.rms_norm(residual, weights.layers[0].input_norm, eps)
         for i, layer in enumerate(weights.layers):
             hidden = self._attention(hidden, layer, self._kv[i], batch)
             hidden, residual = ops.add_rms_norm(hidden, residual, layer.post_norm, eps)
-            hidden = ops.row_linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
+            hidden = self._row_parallel(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
             last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if last else weights.layers[i + 1].input_norm
             if last:  # only the rows that are sampled go on
                 hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
             hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
-        return ops.logits(hidden, weights.lm_head)
+        head = weights.lm_head
+        logits = hidden.new_empty((len(hidden), 0)).float() if head is None else ops.linear_f32(hidden, head)
+        return self._group.gather(logits, self._vocab_widths)
 
     def _attention(self, hidden: Tensor, layer: LayerWeights, kv: Any, batch: ForwardBatch) -> Tensor:
         config, ops = self.config, self._ops
         qkv = ops.linear(hidden, layer.qkv)
         q, k, v = (
             part.unflatten(1, (-1, config.head_dim))
-            for part in qkv.split((config.q_size, config.kv_size, config.kv_size), dim=1)
+            for part in qkv.split((self._kv_size * config.group_size, self._kv_size, self._kv_size), dim=1)
         )
         if layer.q_norm is not None and layer.k_norm is not None:
             q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q = ops.rope_and_store(q, k, v, self._rope, kv, batch)
-        return ops.row_linear(ops.paged_attention(q, kv, batch, self._scale), layer.output)
+        return self._row_parallel(ops.paged_attention(q, kv, batch, self._scale), layer.output)
+
+    def _row_parallel(self, x: Tensor, weight: RowParallel) -> Tensor:
+        if self._group.size == 1:
+            return self._ops.linear(x, weight.parts[0])  # the one subtree is the whole tree
+        parts = [
+            self._ops.linear_f32(x[:, low:high], part)
+            for (low, high), part in zip(weight.columns, weight.parts, strict=True)
+        ]
+        return self._group.add(parts, weight.total).to(self._ops.dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,28 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.ops import Ops
+from engine.ops.tree import SplitSum
+
+if TYPE_CHECKING:
+    from engine.execution.parallel import Shard
 
 _FFN_LEAVES = (12, 8, 6, 4, 3, 2, 1)
 _LEAF_MULTIPLE = 32
+
+
+@dataclass(frozen=True)
+class RowParallel:
+    """What one rank holds of a weight whose inputs are split: one packed weight for each subtree of the sum.
+
+    Attributes:
+        columns: The rank's own inputs that each part multiplies, as ranges.
+        parts: Packed weights, in the ops' own layout.
+        total: The whole sum.
+    """
+
+    columns: tuple[tuple[int, int], ...]
+    parts: tuple[Any, ...]
+    total: SplitSum
 
 
 @dataclass(frozen=True)
@@ -24,15 +44,15 @@ class LayerWeights:
     qkv: Any
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Any
+    output: RowParallel
     post_norm: Tensor
     gate_up: Any
-    down: Any
+    down: RowParallel
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """The whole model; see ``LayerWeights`` for the fields' layouts."""
+    """The whole model; see ``LayerWeights`` for the fields' layouts. No ``lm_head`` where a rank has no vocabulary."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -81,31 +101,48 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_weights(config: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> DecoderWeights:
-    """Read every tensor once, fuse q/k/v and gate/up, and pack them for ``ops``."""
+def load_weights(config: ModelConfig, checkpoint: Checkpoint, ops: Ops, shard: Shard) -> DecoderWeights:
+    """Read every tensor once, take the shard's part, fuse q/k/v and gate/up, and pack them for ``ops``.
+
+    Embedding and norms are whole on every rank. Rows are split for q, k and v (by KV head), gate and up (by leaf of the
+    FFN) and the head (by vocabulary chunk); columns for the output and down projections, as their sums are.
+    """
+    kv_heads, leaves, vocab = (split[shard.rank] for split in (shard.attention.runs, shard.mlp.runs, shard.vocab))
+    ffn_width = config.intermediate_size // shard.mlp.num_leaves
+    kv_rows = slice(kv_heads.start * config.head_dim, kv_heads.stop * config.head_dim)
+    q_rows = slice(kv_rows.start * config.group_size, kv_rows.stop * config.group_size)
+    ffn_rows = slice(leaves.start * ffn_width, leaves.stop * ffn_width)
 
     def plain(name: str) -> Tensor:
         return checkpoint.read(name).to(ops.device, ops.dtype)
 
-    def fused(layer: str, names: tuple[str, ...], with_bias: bool = False) -> Any:
-        weight = torch.cat([checkpoint.read(f"{layer}{name}.weight") for name in names])
-        bias = torch.cat([checkpoint.read(f"{layer}{name}.bias") for name in names]) if with_bias else None
-        return ops.pack_linear(weight, bias)
+    def fused(layer: str, rows: Mapping[str, slice], with_bias: bool = False) -> Any:
+        weight = torch.cat([checkpoint.read(f"{layer}{name}.weight")[part] for name, part in rows.items()])
+        biases = [checkpoint.read(f"{layer}{name}.bias")[part] for name, part in rows.items() if with_bias]
+        return ops.pack_linear(weight, torch.cat(biases) if biases else None)
+
+    def row_parallel(name: str, total: SplitSum) -> RowParallel:
+        weight = checkpoint.read(name)
+        width, held = weight.shape[1] // total.num_leaves, total.held[shard.rank]
+        first = held[0][0]
+        return RowParallel(
+            columns=tuple(((low - first) * width, (high - first) * width) for low, high in held),
+            parts=tuple(ops.pack_linear(weight[:, low * width : high * width], None, high - low) for low, high in held),
+            total=total,
+        )
 
     def layer_weights(i: int) -> LayerWeights:
         layer = f"model.layers.{i}."
         attention, mlp = layer + "self_attn.", layer + "mlp."
         return LayerWeights(
             input_norm=plain(layer + "input_layernorm.weight"),
-            qkv=fused(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            qkv=fused(attention, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, config.qkv_bias),
             q_norm=plain(attention + "q_norm.weight") if config.qk_norm else None,
             k_norm=plain(attention + "k_norm.weight") if config.qk_norm else None,
-            output=ops.pack_linear(checkpoint.read(attention + "o_proj.weight"), num_leaves=config.num_kv_heads),
+            output=row_parallel(attention + "o_proj.weight", shard.attention),
             post_norm=plain(layer + "post_attention_layernorm.weight"),
-            gate_up=fused(mlp, ("gate_proj", "up_proj")),
-            down=ops.pack_linear(
-                checkpoint.read(mlp + "down_proj.weight"), num_leaves=ffn_leaves(config.intermediate_size)
-            ),
+            gate_up=fused(mlp, {"gate_proj": ffn_rows, "up_proj": ffn_rows}),
+            down=row_parallel(mlp + "down_proj.weight", shard.mlp),
         )
 
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
@@ -113,5 +150,5 @@ def load_weights(config: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> Decod
         embedding=plain("model.embed_tokens.weight"),
         layers=tuple(layer_weights(i) for i in range(config.num_layers)),
         final_norm=plain("model.norm.weight"),
-        lm_head=ops.pack_linear(checkpoint.read(head)),
+        lm_head=ops.pack_linear(checkpoint.read(head)[vocab.start : vocab.stop]) if vocab else None,
     )

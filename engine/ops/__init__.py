@@ -32,17 +32,18 @@ class Ops(Protocol):
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, num_leaves: int = 1) -> Any:
         """Bring a [N, K] weight (any float dtype) into the backend's own layout.
 
-        ``num_leaves`` splits K evenly into the leaves of the shard tree, for a row-parallel weight.
+        ``num_leaves`` splits K evenly into the leaves of the shard tree, for a row-parallel weight, which has no bias:
+        a rank that holds a part of the leaves would add it once more.
         """
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
-        """[M, K] in the ops' dtype to [M, N] in the same; float32 accumulation or better, rounded once."""
+        """[M, K] in the ops' dtype to [M, N] in the same.
 
-    def logits(self, x: Tensor, weight: Any) -> Tensor:
-        """Like ``linear``, but [M, N] stays float32."""
+        Leaves accumulate in float32 or better and become float32, are added in tree order, and are rounded once.
+        """
 
-    def row_linear(self, x: Tensor, weight: Any) -> Tensor:
-        """The leaves' partial sums added in tree order and rounded once: [M, K] to [M, N] in the ops' dtype."""
+    def linear_f32(self, x: Tensor, weight: Any) -> Tensor:
+        """The same sum without the last rounding, [M, N] float32: for logits and for partial sums."""
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """[M] int64 ids and a [vocab, hidden] table to [M, hidden]."""

@@ -53,6 +53,8 @@ class ReferenceOps:
         self._num_slices, self._x_bits = (1, 22) if dtype == torch.bfloat16 else (2, 17)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, num_leaves: int = 1) -> PackedLinear:
+        if bias is not None and num_leaves > 1:
+            raise ValueError(f"a bias with num_leaves={num_leaves} would be added once a leaf; add it apart")
         n, k = weight.shape
         w_bits = exact.bits_left(k // num_leaves, self._x_bits)
         leaves = weight.to(self.device, self.dtype).reshape(n, num_leaves, k // num_leaves).transpose(0, 1)
@@ -61,14 +63,11 @@ class ReferenceOps:
         return PackedLinear(integers[0].contiguous(), scale.transpose(1, 2).contiguous(), packed_bias)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        return torch.cat([self._leaf_sums(rows, weight)[0].to(self.dtype) for rows in x.split(_LINEAR_ROWS)])
+        return self.linear_f32(x, weight).to(self.dtype)
 
-    def logits(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        return torch.cat([self._leaf_sums(rows, weight)[0].to(torch.float32) for rows in x.split(_LINEAR_ROWS)])
-
-    def row_linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+    def linear_f32(self, x: Tensor, weight: PackedLinear) -> Tensor:
         leaves = (self._leaf_sums(rows, weight).to(torch.float32) for rows in x.split(_LINEAR_ROWS))
-        return torch.cat([tree_sum(part).to(self.dtype) for part in leaves])
+        return torch.cat([tree_sum(part) for part in leaves])
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return table[token_ids]

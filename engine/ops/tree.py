@@ -17,9 +17,14 @@ every split gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
+
+ADD = -1
+"""In an order of addition: replace the last two sums by their sum."""
 
 
 def split_point(low: int, high: int) -> int:
@@ -37,3 +42,65 @@ def tree_sum(leaves: Sequence[Tensor] | Tensor) -> Tensor:
         return add(low, middle) + add(middle, high)
 
     return add(0, len(leaves))
+
+
+def subtrees(low: int, high: int, num_leaves: int) -> tuple[tuple[int, int], ...]:
+    """The maximal subtrees, as ranges in ascending order, of the tree over ``num_leaves`` within [low, high)."""
+
+    def walk(first: int, last: int) -> Iterator[tuple[int, int]]:
+        if low <= first and last <= high:
+            yield first, last
+        elif first < high and low < last:
+            middle = split_point(first, last)
+            yield from walk(first, middle)
+            yield from walk(middle, last)
+
+    return tuple(walk(0, num_leaves))
+
+
+def combine(parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """Add parts in an order of addition: an index takes that part, ``ADD`` adds the last two sums."""
+    sums: list[Tensor] = []
+    for item in order:
+        if item == ADD:
+            right = sums.pop()
+            sums[-1] = sums[-1] + right
+        else:
+            sums.append(parts[item])
+    return sums.pop()
+
+
+@dataclass(frozen=True)
+class SplitSum:
+    """A tree sum whose leaves lie with several holders.
+
+    Attributes:
+        num_leaves: Leaves of the whole tree.
+        runs: The leaves of each holder: contiguous, ascending, together all of them.
+    """
+
+    num_leaves: int
+    runs: tuple[range, ...]
+
+    @cached_property
+    def held(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Each holder's maximal subtrees. It adds the leaves of each; that sum is one part."""
+        return tuple(subtrees(run.start, run.stop, self.num_leaves) for run in self.runs)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many parts each holder has."""
+        return tuple(map(len, self.held))
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """How ``combine`` finishes the tree from all holders' parts, numbered holder after holder."""
+        numbers = {part: i for i, part in enumerate(part for parts in self.held for part in parts)}
+
+        def walk(low: int, high: int) -> tuple[int, ...]:
+            if (low, high) in numbers:
+                return (numbers[low, high],)
+            middle = split_point(low, high)
+            return (*walk(low, middle), *walk(middle, high), ADD)
+
+        return walk(0, self.num_leaves)

@@ -83,11 +83,8 @@ class CpuOps:
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         return self._linear(x, weight, False)
 
-    def logits(self, x: Tensor, weight: PackedLinear) -> Tensor:
+    def linear_f32(self, x: Tensor, weight: PackedLinear) -> Tensor:
         return self._linear(x, weight, True)
-
-    def row_linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        return self._linear(x, weight, False)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         out: Tensor = self._kernels.embedding(token_ids, table)

@@ -1,0 +1,145 @@
+"""GraphRunner: decode steps in batches of a few fixed sizes, over buffers that never move.
+
+A CUDA graph replays the launches it captured: the same kernels on the same addresses for the same number of rows. So a
+decode step is copied into static buffers and padded to the next size for which there is a graph. On a CPU the same
+buffers, sizes and padding are used and the model runs on them as usual ("emulated").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.execution.batch import ForwardBatch
+
+Forward = Callable[[ForwardBatch], Tensor]
+
+
+@dataclass(frozen=True)
+class GraphReplay:
+    """How often the graph of ``bucket`` rows was replayed, and in how many of these some rows were padding."""
+
+    bucket: int
+    count: int
+    num_padded: int
+
+
+def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, then multiples of 8, up to ``max_num_seqs``, which is always one of them."""
+    sizes = {1, 2, 4, *range(8, max_num_seqs, 8)}
+    return (*sorted(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+class GraphRunner:
+    """Runs decode steps through graphs and everything else (prefills, mixed steps) as it comes.
+
+    Padding rows are sequences of one token at position 0. They write to ``padding_block`` and read it, which no request
+    can: no block table names it. Rows are pure, so they change no other row's bits.
+
+    Args:
+        forward: The model.
+        device: Where it runs.
+        max_num_seqs: Most rows of a decode step.
+        max_model_len: Most tokens of a sequence.
+        block_size: Tokens per KV block.
+        padding_block: A block of the KV memory beyond those of the scheduler's pool.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        padding_block: int,
+    ) -> None:
+        self._eager = forward
+        rows = torch.arange(max_num_seqs + 1, device=device)
+        self._padding_block, self._padding_slot = padding_block, padding_block * block_size
+        width = -(-max_model_len // block_size)
+        self._static = ForwardBatch(
+            token_ids=torch.zeros_like(rows[1:]),
+            positions=torch.zeros_like(rows[1:]),
+            slot_mapping=torch.full_like(rows[1:], self._padding_slot),
+            query_start=rows,
+            context_lens=torch.ones_like(rows[1:]),
+            block_tables=torch.full((max_num_seqs, width), padding_block, dtype=torch.int32, device=device),
+            sample_rows=rows[:-1],
+            decode_sequences=rows[:-1],
+            prefill_sequences=(),
+            max_context_len=max_model_len,
+            query_offsets=tuple(range(max_num_seqs + 1)),
+        )
+        self._counts = {size: [0, 0] for size in bucket_sizes(max_num_seqs)}
+        self._pool: tuple[int, int] | None = None
+        # The largest first: the others then fit into the memory it took.
+        self._graphs = {size: self._capture(size, device) for size in sorted(self._counts, reverse=True)}
+
+    @property
+    def replays(self) -> tuple[GraphReplay, ...]:
+        """One entry for each bucket, in ascending order."""
+        return tuple(GraphReplay(bucket, *counts) for bucket, counts in self._counts.items())
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """What the model gives for ``batch``: float32 logits [samples, vocab]."""
+        if not batch.samples_every_row:
+            return self._eager(batch)
+        num_rows = len(batch.token_ids)
+        bucket = next(size for size in self._counts if size >= num_rows)
+        self._counts[bucket][0] += 1
+        self._counts[bucket][1] += bucket > num_rows
+        self._fill(batch, num_rows, bucket)
+        return self._graphs[bucket]()[:num_rows]
+
+    def _fill(self, batch: ForwardBatch, num_rows: int, bucket: int) -> None:
+        static = self._static
+        for name in ("token_ids", "positions", "slot_mapping", "context_lens"):
+            getattr(static, name)[:num_rows] = getattr(batch, name)
+        # Entries past a sequence's context are left over from other steps; they are never read.
+        static.block_tables[:num_rows, : batch.block_tables.shape[1]] = batch.block_tables
+        if num_rows < bucket:
+            padding = slice(num_rows, bucket)
+            static.token_ids[padding] = 0
+            static.positions[padding] = 0
+            static.slot_mapping[padding] = self._padding_slot
+            static.context_lens[padding] = 1
+            static.block_tables[padding, 0] = self._padding_block
+
+    def _capture(self, bucket: int, device: torch.device) -> Callable[[], Tensor]:
+        """What runs the model on the first ``bucket`` rows of the static buffers."""
+        static = self._static
+        rows = {
+            name: getattr(static, name)[:bucket]
+            for name in ("token_ids", "positions", "slot_mapping", "context_lens", "block_tables", "sample_rows",
+                         "decode_sequences")
+        }  # fmt: skip
+        batch = dataclasses.replace(
+            static,
+            **rows,
+            query_start=static.query_start[: bucket + 1],
+            query_offsets=static.query_offsets[: bucket + 1],
+        )
+        if device.type != "cuda":
+            return lambda: self._eager(batch)
+        with torch.inference_mode():
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):  # what happens only once (workspaces, compilation) is not captured
+                self._eager(batch)
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = self._eager(batch)
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits.clone()  # the next replay, of any size, overwrites it
+
+        return replay

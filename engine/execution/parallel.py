@@ -1,0 +1,71 @@
+"""Which part of the model each rank of a tensor-parallel group holds. Sums do not depend on it: ``engine.ops.tree``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import ConfigError, ModelConfig
+from engine.models.weights import ffn_leaves
+from engine.ops import VOCAB_CHUNK
+from engine.ops.tree import SplitSum
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of the model, and the others'.
+
+    Attributes:
+        rank: This rank, 0 .. size - 1.
+        size: Ranks in the group.
+        attention: The output projection's sum, a leaf for each KV head with its queries.
+        mlp: The down projection's sum.
+        vocab: Each rank's rows of the head: whole chunks of ``VOCAB_CHUNK``, possibly none.
+    """
+
+    rank: int
+    size: int
+    attention: SplitSum
+    mlp: SplitSum
+    vocab: tuple[range, ...]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads on this rank."""
+        return len(self.attention.runs[self.rank])
+
+
+def split_evenly(count: int, size: int) -> tuple[range, ...]:
+    """``count`` items as ``size`` contiguous runs; the first ones take one more where it does not divide."""
+    ends = [part * (count // size) + min(part, count % size) for part in range(size + 1)]
+    return tuple(range(low, high) for low, high in zip(ends, ends[1:], strict=False))
+
+
+def largest_size(config: ModelConfig) -> int:
+    """The most ranks that can share the model: each holds a KV head and a leaf of the FFN at least."""
+    return min(config.num_kv_heads, ffn_leaves(config.intermediate_size))
+
+
+def make_shard(config: ModelConfig, rank: int, size: int) -> Shard:
+    """Rank ``rank``'s part of a model shared by ``size`` ranks.
+
+    Raises:
+        ConfigError: The model cannot be shared by so many.
+    """
+    most = largest_size(config)
+    if size > most:
+        raise ConfigError(
+            f"tensor_parallel_size={size} cannot split this model: every rank needs one of its {config.num_kv_heads} KV "
+            f"heads and one of the {ffn_leaves(config.intermediate_size)} leaves of its FFN; choose 1 .. {most}"
+        )
+    num_leaves = ffn_leaves(config.intermediate_size)
+    chunks = split_evenly(-(-config.vocab_size // VOCAB_CHUNK), size)
+    return Shard(
+        rank=rank,
+        size=size,
+        attention=SplitSum(config.num_kv_heads, split_evenly(config.num_kv_heads, size)),
+        mlp=SplitSum(num_leaves, split_evenly(num_leaves, size)),
+        vocab=tuple(
+            range(min(run.start * VOCAB_CHUNK, config.vocab_size), min(run.stop * VOCAB_CHUNK, config.vocab_size))
+            for run in chunks
+        ),
+    )
