@@ -33,8 +33,8 @@ class LLM:
 
     With ``tensor_parallel_size`` above 1 the other ranks are processes that this one starts, and ends in ``close`` (or
     use the engine in a ``with`` statement), when it is collected, or when it ends itself, however it does. Under
-    ``torchrun`` they are torchrun's processes: there ``LLM(...)`` returns on rank 0 alone; on the others it serves until
-    rank 0 closes and then ends the program (``SystemExit(0)``).
+    ``torchrun`` they are torchrun's processes: there ``LLM(...)`` returns on rank 0 alone; on the others it serves
+    until rank 0 closes and then ends the program (``SystemExit(0)``).
 
     Raises:
         ConfigError: An option is unknown, out of range, or contradicts another or the model.

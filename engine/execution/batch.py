@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.scheduler.loop import ScheduledRequest
 
-
 Int64s = NDArray[np.int64]
 
 

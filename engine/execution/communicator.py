@@ -140,7 +140,9 @@ class DistributedGroup:
         mine = parts[0].new_zeros((max(total.counts), *parts[0].shape))  # every rank sends as much as the one with most
         torch.stack(list(parts), out=mine[: len(parts)])
         received = self._all_gather(mine)
-        return combine([part for rank, count in enumerate(total.counts) for part in received[rank][:count]], total.order)
+        return combine(
+            [part for rank, count in enumerate(total.counts) for part in received[rank][:count]], total.order
+        )
 
     def gather(self, columns: Tensor, widths: Sequence[int]) -> Tensor:
         mine = columns.new_zeros((len(columns), max(widths)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from engine.config import ConfigError, ModelConfig
@@ -37,7 +38,7 @@ class Shard:
 def split_evenly(count: int, size: int) -> tuple[range, ...]:
     """``count`` items as ``size`` contiguous runs; the first ones take one more where it does not divide."""
     ends = [part * (count // size) + min(part, count % size) for part in range(size + 1)]
-    return tuple(range(low, high) for low, high in zip(ends, ends[1:], strict=False))
+    return tuple(range(low, high) for low, high in itertools.pairwise(ends))
 
 
 def largest_size(config: ModelConfig) -> int:
@@ -51,13 +52,12 @@ def make_shard(config: ModelConfig, rank: int, size: int) -> Shard:
     Raises:
         ConfigError: The model cannot be shared by so many.
     """
-    most = largest_size(config)
+    most, num_leaves = largest_size(config), ffn_leaves(config.intermediate_size)
     if size > most:
         raise ConfigError(
-            f"tensor_parallel_size={size} cannot split this model: every rank needs one of its {config.num_kv_heads} KV "
-            f"heads and one of the {ffn_leaves(config.intermediate_size)} leaves of its FFN; choose 1 .. {most}"
+            f"tensor_parallel_size={size} cannot split this model: every rank needs one of its {config.num_kv_heads} "
+            f"KV heads and one of the {num_leaves} leaves of its FFN; choose 1 .. {most}"
         )
-    num_leaves = ffn_leaves(config.intermediate_size)
     chunks = split_evenly(-(-config.vocab_size // VOCAB_CHUNK), size)
     return Shard(
         rank=rank,

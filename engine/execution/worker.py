@@ -67,6 +67,7 @@ def main() -> None:
     setup: Setup = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_the_pipe, daemon=True).start()
     serve(setup, setup.connect())
+    os._exit(0)  # there is nothing to tidy up, and torch takes seconds to
 
 
 def _end_with_the_pipe() -> None:

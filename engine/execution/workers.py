@@ -144,7 +144,8 @@ class LocalWorkers(GroupWorkers):
         lines = output.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         said = "\n  ".join(lines) if lines else "(it printed nothing)"
-        return f"rank {rank} (process {self._processes[rank - 1].pid}) ended with {how}; make a new engine. Its last lines:\n  {said}"
+        pid = self._processes[rank - 1].pid
+        return f"rank {rank} (process {pid}) ended with {how}; make a new engine. Its last lines:\n  {said}"
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -52,6 +52,7 @@ _TINY_LLAMA: Mapping[str, Any] = {
 
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny": _TINY_LLAMA,
+    "tiny-vocab": {**_TINY_LLAMA, "vocab_size": 5000},  # more than one vocabulary chunk
     "tiny-llama3-rope": {
         **_TINY_LLAMA,
         "rope_scaling": {
