@@ -134,7 +134,9 @@ class DistributedGroup:
         self._control: Any = control
         self._data: Any = control
         if device.type == "cuda":
-            self._data = dist.ProcessGroupNCCL(dist.PrefixStore("data", store), rank, size)
+            self._data = dist.ProcessGroupNCCL(
+                dist.PrefixStore("data", store), rank, size, dist.ProcessGroupNCCL.Options()
+            )
 
     def add(self, parts: Sequence[Tensor], total: SplitSum) -> Tensor:
         mine = parts[0].new_zeros((max(total.counts), *parts[0].shape))  # every rank sends as much as the one with most

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class GraphRunner:
             query_offsets=tuple(range(max_num_seqs + 1)),
         )
         self._counts = {size: [0, 0] for size in bucket_sizes(max_num_seqs)}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch.cuda's pool handle
         # The largest first: the others then fit into the memory it took.
         self._graphs = {size: self._capture(size, device) for size in sorted(self._counts, reverse=True)}
 

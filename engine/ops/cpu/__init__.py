@@ -3,7 +3,8 @@
 ``csrc/`` holds the kernels; ``isa`` chooses the instruction set, ``build`` compiles for it on first use.
 """
 
-from engine.ops.cpu.build import BuildError, unavailable_reason
+from engine.extension import BuildError
+from engine.ops.cpu.build import unavailable_reason
 from engine.ops.cpu.isa import ISA_VARIABLE, ISAS, IsaError, choose_isa, cpu_flags, missing
 from engine.ops.cpu.ops import CpuOps, PackedLinear, PagedKV
 
