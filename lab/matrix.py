@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lab.paths import repository_root
@@ -14,26 +17,72 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from engine import LLM
-    from lab.golden import Outputs, TokenPrompts
+    from lab.golden import Cell, Outputs, TokenPrompts
 
-MODES = ("TP 1, eager", "TP 1, graph", "TP 2, eager", "TP 2, graph")
-"""The columns of every matrix: tensor-parallel size and execution mode."""
+TENSOR_PARALLEL_SIZES = (1, 2)
 
-_EXISTING = ("TP 1, eager",)
+
+@dataclass(frozen=True)
+class Mode:
+    """A column of every matrix: tensor-parallel size, and eager or graph execution."""
+
+    size: int
+    graph: bool
+
+    def __str__(self) -> str:
+        return f"TP {self.size}, {'graph' if self.graph else 'eager'}"
+
+    @contextlib.contextmanager
+    def engine(self, llm: LLM) -> Iterator[LLM]:
+        """``llm`` in this mode: itself where it is, else another engine of its model for the while."""
+        from engine import LLM
+
+        config = dataclasses.replace(llm.config, tensor_parallel_size=self.size, enforce_eager=not self.graph)
+        if config == llm.config:
+            yield llm
+            return
+        with LLM(llm.source.name, config) as other:
+            yield other
+
+    def proof(self, llm: LLM) -> str:
+        """What an engine that has run shows for having run in this mode.
+
+        Raises:
+            AssertionError: It had another number of ranks, or no padded graph was replayed, or one in eager mode.
+        """
+        padded = sum(graph.num_padded for graph in llm.graph_replays)
+        assert llm.world_size == self.size, f"{self}: {llm.world_size} ranks ran"
+        assert (padded > 0) == self.graph, f"{self}: {padded} padded graphs were replayed"
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        return f"{ranks}, {padded} padded graphs replayed" if self.graph else f"{ranks}, no graphs"
+
+
+REFERENCE = Mode(1, graph=False)
+
+
+def modes(sizes: Sequence[int] = TENSOR_PARALLEL_SIZES) -> tuple[Mode, ...]:
+    """The columns for some tensor-parallel sizes, the reference first."""
+    return tuple(Mode(size, graph) for size in sorted({1, *sizes}) for graph in (False, True))
 
 
 def golden_matrix(
-    stage: int, llm: LLM, num_prompts: int, max_tokens: int, progress: bool = False
+    stage: int,
+    llm: LLM,
+    num_prompts: int,
+    max_tokens: int,
+    progress: bool = False,
+    sizes: Sequence[int] = TENSOR_PARALLEL_SIZES,
 ) -> tuple[pd.DataFrame, Outputs]:
     """Run a stage's matrix.
 
     Args:
-        stage: 0 holds static batches against every prompt alone.
-        llm: An idle engine: the model and dtype. One with a tokenizer takes the chat prompts of
-            ``workloads/prompts.jsonl``, one without seeded token ids.
+        stage: 0 holds static batches, in every mode, against every prompt alone in the reference mode.
+        llm: An idle engine: the model, dtype and limits; modes that it is not in run in engines of their own. One with
+            a tokenizer takes the chat prompts of ``workloads/prompts.jsonl``, one without seeded token ids.
         num_prompts: Prompts, from the first.
         max_tokens: Longest answer, tokens.
         progress: Show progress bars.
+        sizes: Tensor-parallel sizes; one that the model cannot be split into has no cell.
 
     Returns:
         ``lab.golden.run_matrix``'s frame (differences explained), and the reference outputs.
@@ -42,6 +91,7 @@ def golden_matrix(
         ValueError: The stage has no matrix.
     """
     from engine import SamplingParams
+    from engine.execution.parallel import largest_size
     from lab.golden import Cell, explain, run_alone, run_cell, run_matrix
 
     if stage != 0:
@@ -49,18 +99,25 @@ def golden_matrix(
     prompts, params = golden_prompts(llm, num_prompts), SamplingParams(max_tokens=max_tokens)
 
     def alone() -> Outputs:
-        return run_alone(llm, prompts, params, "each prompt alone" if progress else None)
+        with REFERENCE.engine(llm) as engine:
+            return run_alone(engine, prompts, params, "each prompt alone" if progress else None)
 
-    def batched() -> Outputs:
-        return run_cell(llm, prompts, params, "static batches" if progress else None)
+    def batched(mode: Mode) -> Cell:
+        def run() -> Outputs:
+            with mode.engine(llm) as engine:
+                outputs = run_cell(engine, prompts, params, f"static batches, {mode}" if progress else None)
+                seen.append(mode.proof(engine))
+            return outputs
 
-    def proof() -> str:
-        return f"batches of up to {llm.config.max_num_seqs} of {len(prompts)} prompts"
+        seen: list[str] = []
+        return Cell("static batches", str(mode), run, lambda: f"batches of up to {most} of {len(prompts)}; {seen[-1]}")
 
-    cells = [Cell("alone", mode, None) for mode in MODES[1:]]
-    cells += [Cell("static batches", mode, batched if mode in _EXISTING else None, proof) for mode in MODES]
+    most = llm.config.max_num_seqs
+    columns = [mode for mode in modes(sizes) if mode.size <= largest_size(llm.model_config)]
     return run_matrix(
-        Cell("alone", MODES[0], alone), cells, lambda expected, found: explain(llm, prompts, expected, found)
+        Cell("alone", str(REFERENCE), alone),
+        [batched(mode) for mode in columns],
+        lambda expected, found: explain(llm, prompts, expected, found),
     )
 
 
@@ -93,6 +150,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], help="one matrix each (%(default)s)")
     parser.add_argument("--prompts", type=int, default=64, help="how many prompts (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, tokens (%(default)s)")
+    parser.add_argument(
+        "--tp", nargs="+", type=int, default=list(TENSOR_PARALLEL_SIZES), help="tensor-parallel sizes (%(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -103,8 +163,10 @@ def run(arguments: argparse.Namespace) -> int:
     different = 0
     try:
         for dtype in arguments.dtype:
-            llm = LLM(arguments.model, dtype=dtype, max_num_seqs=16, num_kv_blocks=1024)
-            frame, _ = golden_matrix(arguments.stage, llm, arguments.prompts, arguments.max_tokens, progress=True)
+            llm = LLM(arguments.model, dtype=dtype, max_num_seqs=16, num_kv_blocks=1024, enforce_eager=True)
+            frame, _ = golden_matrix(
+                arguments.stage, llm, arguments.prompts, arguments.max_tokens, progress=True, sizes=arguments.tp
+            )
             print(f"\nstage {arguments.stage}, {arguments.model}, {dtype}\n{frame.to_string(index=False)}")
             different += int((frame["status"] == "different").sum())
     except ValueError as error:

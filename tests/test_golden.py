@@ -22,7 +22,7 @@ from lab.golden import (
     run_cell,
     run_matrix,
 )
-from lab.matrix import golden_matrix, random_prompts
+from lab.matrix import Mode, golden_matrix, modes, random_prompts
 
 ROOT = Path(__file__).parent.parent
 DTYPES = ("float32", "bfloat16")
@@ -127,11 +127,20 @@ def test_a_bad_prompt_file_is_refused(tmp_path: Path, content: str, message: str
 
 
 def test_stage_0_matrix_on_the_tiny_model() -> None:
-    llm = LLM("random:tiny", dtype="float32", num_kv_blocks=200, max_num_seqs=8)
-    frame, expected = golden_matrix(0, llm, num_prompts=12, max_tokens=8)
+    llm = LLM("random:tiny", dtype="float32", num_kv_blocks=200, max_num_seqs=8, enforce_eager=True)
+    frame, expected = golden_matrix(0, llm, num_prompts=13, max_tokens=8)
     status = frame.set_index(["row", "column"])["status"]
-    assert status["alone", "TP 1, eager"] == "reference" and status["static batches", "TP 1, eager"] == "equal"
-    assert set(status.drop([("alone", "TP 1, eager"), ("static batches", "TP 1, eager")])) == {"absent"}
-    assert len(expected) == 12
+    assert status.pop(("alone", "TP 1, eager")) == "reference"
+    assert set(status) == {"equal"} and status.index.tolist() == [("static batches", str(mode)) for mode in modes()]
+    assert "2 ranks, 7 padded graphs replayed" in frame["detail"].iloc[-1], "13 prompts: 8, then 5 padded to 8"
+    assert len(expected) == 13
     with pytest.raises(ValueError, match="stage 9 has no golden matrix"):
         golden_matrix(9, llm, num_prompts=1, max_tokens=1)
+
+
+def test_a_mode_that_did_not_act_proves_nothing() -> None:
+    llm = LLM("random:tiny", dtype="float32", num_kv_blocks=20, max_num_seqs=4)
+    with pytest.raises(AssertionError, match="TP 1, graph: 0 padded graphs were replayed"):
+        Mode(1, graph=True).proof(llm)
+    with pytest.raises(AssertionError, match="TP 2, eager: 1 ranks ran"):
+        Mode(2, graph=False).proof(llm)
