@@ -35,8 +35,8 @@ class EngineConfig:
             that is available).
         num_threads: Threads of the ops on the CPU, of each rank; None takes torch's own choice, divided by the ranks.
         tensor_parallel_size: Ranks that share the model, a process each. The outputs do not depend on it.
-        enforce_eager: Never pad decode steps to a graph's batch size. Without it they are captured and replayed as
-            CUDA graphs; on a CPU the same padded batches run without a capture.
+        enforce_eager: True never pads decode steps to a graph's batch size; False captures and replays them as CUDA
+            graphs (on a CPU the same padded batches run without a capture). None takes graphs on a GPU alone.
         check_invariants: Assert the conservation laws after every step (slow; for tests and debugging).
     """
 
@@ -50,7 +50,7 @@ class EngineConfig:
     ops: Literal["auto", "reference", "cpu"] = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
@@ -69,8 +69,9 @@ class EngineConfig:
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
         for name in ("check_invariants", "enforce_eager"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not a bool; give True or False")
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name == "check_invariants"):
+                raise ConfigError(f"{name}={value!r} is not a bool; give True or False")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ConfigError(
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_bytes={self.kv_cache_bytes} both size the KV pool; "

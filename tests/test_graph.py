@@ -45,7 +45,7 @@ def test_padding_reaches_no_request(ops: str, dtype: str) -> None:
         "num_kv_blocks": 40,
         "check_invariants": True,
     }
-    with_graphs, eager = LLM("random:tiny", **options), LLM("random:tiny", enforce_eager=True, **options)
+    with_graphs, eager = (LLM("random:tiny", enforce_eager=eager, **options) for eager in (False, True))
     runner = with_graphs.core.runner
     execute, padding_block = runner.execute, runner.num_kv_blocks
 

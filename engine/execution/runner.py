@@ -65,7 +65,8 @@ class ModelRunner:
             rope = rope_table(model, max_model_len, self.ops.device)
             decoder = Decoder(model, weights, self.ops, self._kv, rope, self.group, shard)
             self.graphs: GraphRunner | None = None
-            if not config.enforce_eager:
+            eager = self.ops.device.type != "cuda" if config.enforce_eager is None else config.enforce_eager
+            if not eager:
                 self.graphs = GraphRunner(
                     decoder.forward,
                     self.ops.device,
