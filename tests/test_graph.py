@@ -63,7 +63,7 @@ def test_padding_reaches_no_request(ops: str, dtype: str) -> None:
 
 
 def test_prefills_and_mixed_steps_run_as_they_come() -> None:
-    llm = LLM("random:tiny", max_num_seqs=4, num_kv_blocks=64)
+    llm = LLM("random:tiny", enforce_eager=False, max_num_seqs=4, num_kv_blocks=64)
     llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=1), use_tqdm=False)
     assert sum(graph.count for graph in llm.graph_replays) == 0
     llm.generate([[5, 6, 7], [8, 9], [3] * 20], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
