@@ -1,8 +1,4 @@
-"""Which files and flags make the kernels for an instruction set; ``engine.extension`` builds and loads them.
-
-OpenMP: the library is compiled with ``-fopenmp`` but not linked with it. Its OpenMP symbols resolve to the runtime
-that libtorch brings, so the process has one runtime and one pool of threads, whatever the compiler would have added.
-"""
+"""Which files and flags make the kernels for an instruction set; ``engine.extension`` builds and loads them."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from engine.ops.cpu.isa import Isa, choose_isa, cpu_flags
 _SOURCES = Path(__file__).parent / "csrc"
 _CFLAGS = (
     "-O3",
-    "-fopenmp",
     "-fvisibility=hidden",
     "-ffp-contract=off",  # what is fused is written so: main loops and tails give the same bits
     "-fno-math-errno",

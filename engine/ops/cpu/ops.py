@@ -43,7 +43,7 @@ class PagedKV:
 class CpuOps:
     """See ``engine.ops.Ops`` for the meaning and shapes of each op.
 
-    Threads: ``torch.get_num_threads()`` at each call, from torch's own OpenMP pool.
+    Threads: at most ``torch.get_num_threads()`` in each call, the caller among them (csrc/threads.h).
 
     Args:
         dtype: float32 or bfloat16.

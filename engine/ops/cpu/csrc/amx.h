@@ -20,7 +20,7 @@ namespace cpu_ops {
 namespace {
 
 constexpr int TILE_ROWS = 16;
-constexpr int TILE_K = 32;                     // k of one tile product
+constexpr int TILE_K = 32;                    // k of one tile product
 constexpr int64_t TILE = TILE_ROWS * TILE_K;  // bf16 elements of an A or B tile, 1 KiB
 
 #ifdef EMULATE_AMX

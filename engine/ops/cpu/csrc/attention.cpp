@@ -54,7 +54,8 @@ class VectorProducts {
         constexpr int R = r, P = panels_for(R);
         int64_t d = column;
         const int64_t end = std::min(column + MAX_PANELS * PANEL, head_dim_);
-        for (; d + P * PANEL <= end; d += P * PANEL) value_columns<R, P>(first, v_tiles, next_k_tiles, tiles, p, d, out);
+        for (; d + P * PANEL <= end; d += P * PANEL)
+          value_columns<R, P>(first, v_tiles, next_k_tiles, tiles, p, d, out);
         for (; d < end; d += PANEL) value_columns<R, 1>(first, v_tiles, next_k_tiles, tiles, p, d, out);
       });
     }
@@ -79,7 +80,7 @@ class VectorProducts {
     std::copy(k_tiles, k_tiles + P, b);
     std::copy(v_tiles, v_tiles + P, ahead);
     Accumulators<R, P> acc;
-    multiply<R, P>(acc, queries_ + first * head_dim_, 1, R, b, ahead, PANEL * K_STEP<T>, head_dim_);
+    multiply<R, P>(acc, queries_ + first * head_dim_, 1, R, b, ahead, head_dim_);
     write<R, P>(acc, out + first * STEP_KEYS, STEP_KEYS);
   }
 
@@ -94,7 +95,7 @@ class VectorProducts {
         b[i] = v_tiles[tile] + (d + i * PANEL) * PANEL;
         ahead[i] = next_k_tiles[tile] + (d + i * PANEL) * PANEL;
       }
-      multiply<R, P>(acc, p + first * STEP_KEYS + tile * PANEL, STEP_KEYS, 1, b, ahead, PANEL * K_STEP<T>, PANEL);
+      multiply<R, P>(acc, p + first * STEP_KEYS + tile * PANEL, STEP_KEYS, 1, b, ahead, PANEL);
     }
     write<R, P>(acc, out + first * head_dim_ + d, head_dim_);
   }

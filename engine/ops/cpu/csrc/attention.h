@@ -20,13 +20,12 @@
 // may hold NaN: their scores are replaced before any arithmetic and their V rows are zeroed in a copy.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "scratch.h"
+#include "threads.h"
 #include "vec.h"
 
 namespace cpu_ops {
@@ -167,8 +166,7 @@ void attention(const typename Products::T* q, const typename Products::T* kv, co
   RowState* const states = split ? states_memory.get<RowState>(rows * max_sections) : nullptr;
   float* const outputs = split ? outputs_memory.get<float>(rows * max_sections * head_dim) : nullptr;
 
-#pragma omp parallel num_threads(threads)
-  {
+  parallel(threads, static_cast<int64_t>(items.size()), [&](Tasks& tasks) {
     static thread_local Scratch item_memory;
     float* const output = item_memory.get<float>(3 * ITEM_ROWS * head_dim + ITEM_ROWS * STEP_KEYS + PANEL * head_dim);
     float* const section_output = output + ITEM_ROWS * head_dim;
@@ -177,8 +175,7 @@ void attention(const typename Products::T* q, const typename Products::T* kv, co
     T* const last_values = reinterpret_cast<T*>(scores + ITEM_ROWS * STEP_KEYS);
     Products products(layout);
 
-#pragma omp for schedule(dynamic)
-    for (size_t index = 0; index < items.size(); index++) {
+    for (int64_t index; tasks.next(index);) {
       const Item& item = items[index];
       const int64_t query_start = batch.query_start[item.sequence], context = batch.context_lens[item.sequence];
       const int64_t first_position = context - (batch.query_start[item.sequence + 1] - query_start);
@@ -244,22 +241,21 @@ void attention(const typename Products::T* q, const typename Products::T* kv, co
         for (int64_t row = 0; row < item.rows; row++)
           write_row(total[row], output + row * head_dim, head_dim, out + row_at(row) * head_dim);
     }
+  });
 
-    if (split) {
-#pragma omp for schedule(dynamic) collapse(2)
-      for (int64_t s = 0; s < batch.sequences; s++)
-        for (int64_t head = 0; head < batch.heads; head++)
-          for (int64_t m = batch.query_start[s]; batch.context_lens[s] > 0 && m < batch.query_start[s + 1]; m++) {
-            const int64_t position = batch.context_lens[s] - batch.query_start[s + 1] + m;
-            const int64_t row = m * batch.heads + head, at = row * max_sections;
-            RowState state = states[at];
-            float* const sum = outputs + at * head_dim;
-            for (int64_t section = 1; section <= position / SECTION_KEYS; section++)
-              merge(state, sum, states[at + section], outputs + (at + section) * head_dim, head_dim);
-            write_row(state, sum, head_dim, out + row * head_dim);
-          }
-    }
-  }
+  if (split)
+    parallel_for(threads, batch.sequences * batch.heads, 1, [&](int64_t index) {
+      const int64_t s = index / batch.heads, head = index % batch.heads;
+      for (int64_t m = batch.query_start[s]; batch.context_lens[s] > 0 && m < batch.query_start[s + 1]; m++) {
+        const int64_t position = batch.context_lens[s] - batch.query_start[s + 1] + m;
+        const int64_t row = m * batch.heads + head, at = row * max_sections;
+        RowState state = states[at];
+        float* const sum = outputs + at * head_dim;
+        for (int64_t section = 1; section <= position / SECTION_KEYS; section++)
+          merge(state, sum, states[at + section], outputs + (at + section) * head_dim, head_dim);
+        write_row(state, sum, head_dim, out + row * head_dim);
+      }
+    });
 }
 
 }  // namespace

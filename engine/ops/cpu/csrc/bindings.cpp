@@ -1,6 +1,6 @@
 // From torch tensors to kernels.h: checks, allocates results, picks the type. One Python module per instruction set.
-#include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -47,7 +47,8 @@ Tensor pack_linear(const Tensor& weight, int64_t leaves) {
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.is_contiguous(), "a weight is a contiguous [N, K] matrix");
   const int64_t n = weight.size(0), k = weight.size(1);
   TORCH_CHECK_VALUE(leaves >= 1 && k % leaves == 0, "K=", k, " does not split evenly into num_leaves=", leaves);
-  LinearShape shape{0, n, k / leaves, round_up(k / leaves, k_multiple(weight.scalar_type() == at::kBFloat16)), leaves, 0};
+  LinearShape shape{0,      n, k / leaves, round_up(k / leaves, k_multiple(weight.scalar_type() == at::kBFloat16)),
+                    leaves, 0};
   Tensor packed = at::empty({(n + PANEL - 1) / PANEL, leaves, shape.leaf_k_padded, PANEL}, weight.options());
   by_type(weight, [&](auto zero) {
     using T = decltype(zero);
@@ -85,7 +86,8 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
 }
 
 Tensor embedding(const Tensor& ids, const Tensor& table) {
-  TORCH_CHECK_VALUE(table.dim() == 2 && table.is_contiguous(), "an embedding table is a contiguous [vocab, hidden] matrix");
+  TORCH_CHECK_VALUE(table.dim() == 2 && table.is_contiguous(),
+                    "an embedding table is a contiguous [vocab, hidden] matrix");
   const Tensor index = ids.contiguous();
   for (int64_t i = 0; i < index.numel(); i++) {
     const int64_t id = data<const int64_t>(index)[i];
@@ -113,7 +115,8 @@ Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
   return out;
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual_input, const Tensor& weight, double eps) {
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual_input, const Tensor& weight,
+                                        double eps) {
   const Tensor x = input.contiguous(), residual = residual_input.contiguous();
   TORCH_CHECK_VALUE(x.dim() == 2 && x.sizes() == residual.sizes() && weight.numel() == x.size(1), "x is ", x.sizes(),
                     ", the residual ", residual.sizes(), ", the norm weight ", weight.sizes());
@@ -122,7 +125,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& resid
     using T = decltype(zero);
     pybind11::gil_scoped_release release;
     cpu_ops::add_rms_norm(data<const T>(x), data<const T>(residual), x.size(0), x.size(1), data<const T>(weight),
-                 static_cast<float>(eps), data<T>(out), data<T>(sum), threads());
+                          static_cast<float>(eps), data<T>(out), data<T>(sum), threads());
   });
   return {out, sum};
 }
@@ -163,9 +166,9 @@ Tensor rope_and_store(const Tensor& q_input, const Tensor& k_input, const Tensor
   by_type(q, [&](auto zero) {
     using T = decltype(zero);
     pybind11::gil_scoped_release release;
-    cpu_ops::rope_and_store(data<const T>(q), head_rows(q), data<const T>(k), head_rows(k), data<const T>(v), head_rows(v),
-                   q.size(0), data<const float>(rope), data<const int64_t>(positions), data<const int64_t>(slots),
-                   data<T>(kv), layout, data<T>(out), threads());
+    cpu_ops::rope_and_store(data<const T>(q), head_rows(q), data<const T>(k), head_rows(k), data<const T>(v),
+                            head_rows(v), q.size(0), data<const float>(rope), data<const int64_t>(positions),
+                            data<const int64_t>(slots), data<T>(kv), layout, data<T>(out), threads());
   });
   return out;
 }
@@ -175,10 +178,15 @@ Tensor paged_attention(const Tensor& q_input, const Tensor& kv, int64_t block_si
                        double scale) {
   const Tensor q = q_input.contiguous();
   const KvLayout layout = kv_layout(block_size, num_kv_heads, q.size(2), kv.scalar_type() == at::kBFloat16);
-  TORCH_CHECK_VALUE(q.size(1) % num_kv_heads == 0, q.size(1), " query heads do not divide over ", num_kv_heads, " KV heads");
-  const AttentionBatch batch{data<const int64_t>(query_start), data<const int64_t>(context_lens),
-                             data<const int32_t>(block_tables), context_lens.numel(), block_tables.stride(0),
-                             q.size(1), static_cast<float>(scale)};
+  TORCH_CHECK_VALUE(q.size(1) % num_kv_heads == 0, q.size(1), " query heads do not divide over ", num_kv_heads,
+                    " KV heads");
+  const AttentionBatch batch{data<const int64_t>(query_start),
+                             data<const int64_t>(context_lens),
+                             data<const int32_t>(block_tables),
+                             context_lens.numel(),
+                             block_tables.stride(0),
+                             q.size(1),
+                             static_cast<float>(scale)};
   Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, q.options());
   pybind11::gil_scoped_release release;
   if (q.scalar_type() == at::kFloat) {
@@ -198,7 +206,8 @@ std::tuple<Tensor, Tensor> greedy(const Tensor& input) {
   Tensor ids = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   Tensor logprobs = at::empty({logits.size(0)}, logits.options());
   pybind11::gil_scoped_release release;
-  cpu_ops::greedy(data<const float>(logits), logits.size(0), logits.size(1), data<int64_t>(ids), data<float>(logprobs), threads());
+  cpu_ops::greedy(data<const float>(logits), logits.size(0), logits.size(1), data<int64_t>(ids), data<float>(logprobs),
+                  threads());
   return {ids, logprobs};
 }
 
@@ -206,8 +215,8 @@ Tensor logprobs_of(const Tensor& input, const Tensor& ids_input) {
   const Tensor logits = input.contiguous(), ids = ids_input.contiguous();
   Tensor logprobs = at::empty({logits.size(0)}, logits.options());
   pybind11::gil_scoped_release release;
-  cpu_ops::logprobs_of(data<const float>(logits), logits.size(0), logits.size(1), data<const int64_t>(ids), data<float>(logprobs),
-              threads());
+  cpu_ops::logprobs_of(data<const float>(logits), logits.size(0), logits.size(1), data<const int64_t>(ids),
+                       data<float>(logprobs), threads());
   return logprobs;
 }
 

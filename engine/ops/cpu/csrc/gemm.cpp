@@ -6,6 +6,10 @@
 namespace cpu_ops {
 namespace {
 
+// How far ahead one panel is prefetched: panels lie one after the other, and the hardware follows a single stream too
+// slowly. Several panels at once are enough streams without it.
+constexpr int PREFETCH_BYTES = 4096;
+
 // A strip of R rows is [k][R] float32, so that a step of k reads its R multipliers from one place.
 template <class Element>
 struct VectorKernel {
@@ -48,10 +52,13 @@ struct VectorKernel {
   template <int R, int P>
   static __attribute__((noinline)) void chain(const A* a, const T* b, int64_t b_panel, int64_t k, float* c,
                                               int64_t c_panel, bool first) {
-    const T* panels[P];
-    for (int p = 0; p < P; p++) panels[p] = b + p * b_panel;
+    const T *panels[P], *ahead[P];
+    for (int p = 0; p < P; p++) {
+      panels[p] = b + p * b_panel;
+      ahead[p] = panels[p] + PREFETCH_BYTES / sizeof(T);
+    }
     Accumulators<R, P> acc;
-    cpu_ops::multiply<R, P>(acc, a, 1, R, panels, static_cast<const T* const*>(nullptr), PANEL * K_STEP<T>, k);
+    cpu_ops::multiply<R, P>(acc, a, 1, R, panels, P == 1 ? ahead : nullptr, k);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -70,8 +77,7 @@ template <class T>
 void pack_linear(const T* weight, const LinearShape& shape, T* packed, int threads) {
   constexpr int STEP = K_STEP<T>;
   const int64_t panels = (shape.n + PANEL - 1) / PANEL, k = shape.leaves * shape.leaf_k;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t panel = 0; panel < panels; panel++)
+  parallel_for(threads, panels, 1, [&](int64_t panel) {
     for (int64_t leaf = 0; leaf < shape.leaves; leaf++) {
       T* const to = packed + (panel * shape.leaves + leaf) * shape.leaf_k_padded * PANEL;
       std::fill(to, to + shape.leaf_k_padded * PANEL, T{});
@@ -80,11 +86,12 @@ void pack_linear(const T* weight, const LinearShape& shape, T* packed, int threa
         for (int64_t i = 0; i < shape.leaf_k; i++) to[(i / STEP * PANEL + j) * STEP + i % STEP] = from[i];
       }
     }
+  });
 }
 
 template <class T, class Y>
 void linear_vector(const T* x, const T* packed, const float* bias, const LinearShape& shape, Y* y, int threads) {
-  linear<VectorKernel<T>, Y>(x, packed, bias, shape, y, threads);
+  Linear<VectorKernel<T>, Y>(x, packed, bias, shape, y, threads).run();
 }
 
 template void pack_linear(const float*, const LinearShape&, float*, int);

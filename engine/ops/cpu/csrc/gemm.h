@@ -25,15 +25,21 @@
 //             for strip of rows             the B chunk stays in L1, A streams past it
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 
 #include "scratch.h"
+#include "threads.h"
 #include "vec.h"
 
 namespace cpu_ops {
 namespace {
+
+// Partial sums of the shard tree alive at once, the leaf in the making included.
+inline int tree_slots(int64_t leaves) {
+  int n = 1;
+  for (; leaves > 1; leaves /= 2) n++;
+  return n;
+}
 
 // The shard tree as leaves arrive in order: like a binary counter, equal complete subtrees merge at once; what is left
 // at the end merges from the right. add(into, from) adds a finished partial sum to the one before it.
@@ -49,11 +55,6 @@ class TreeSum {
   }
   void finish() {
     while (depth_ > 1) merge();
-  }
-  static int slots(int64_t leaves) {  // partial sums alive at once, the leaf in the making included
-    int n = 1;
-    for (; leaves > 1; leaves /= 2) n++;
-    return n;
   }
 
  private:
@@ -71,9 +72,7 @@ template <class Kernel>
 struct Strips {
   int64_t rows, count;
   explicit Strips(int64_t rows) : rows(rows), count((rows + Kernel::STRIP_ROWS - 1) / Kernel::STRIP_ROWS) {}
-  int64_t first(int64_t strip) const {
-    return Kernel::EVEN_STRIPS ? strip * rows / count : strip * Kernel::STRIP_ROWS;
-  }
+  int64_t first(int64_t strip) const { return Kernel::EVEN_STRIPS ? strip * rows / count : strip * Kernel::STRIP_ROWS; }
   int size(int64_t strip) const {
     return static_cast<int>(std::min(strip + 1 == count ? rows : first(strip + 1), rows) - first(strip));
   }
@@ -97,81 +96,102 @@ void write_outputs(const float* c, int64_t c_panel, int64_t rows, int panels, co
 // Kernel gives T (of x and the weight), A (of packed rows), Session (alive while a thread multiplies), STRIP_ROWS,
 // EVEN_STRIPS, BLOCK_ROWS, K_CHAIN, A_BYTES (of a block's rows that L2 holds while panels pass), and
 //   a_size(rows, k)                                                    elements of a packed strip
+//   panels_together(rows of a strip)
 //   pack(x, x_stride, rows, shape, a)
 //   multiply(a, rows, a_k, b, b_panel, panels, k, c, c_panel, first)   c = or += one chain
 template <class Kernel, class Y>
-void linear(const typename Kernel::T* x, const typename Kernel::T* packed, const float* bias, const LinearShape& shape,
-            Y* y, int threads) {
+class Linear {
+ public:
+  using T = typename Kernel::T;
   using A = typename Kernel::A;
-  const int64_t k = shape.leaves * shape.leaf_k_padded, panels = (shape.n + PANEL - 1) / PANEL;
-  if (shape.m * k * panels * PANEL < 1 << 16) threads = 1;
-  const int64_t block_rows = std::min<int64_t>(shape.m, Kernel::BLOCK_ROWS);
-  const int64_t c_rows = (block_rows + Kernel::STRIP_ROWS - 1) / Kernel::STRIP_ROWS * Kernel::STRIP_ROWS;
-  const int slots = TreeSum<void (*)(int, int)>::slots(shape.leaves);
-  const int64_t together = Kernel::panels_together(Strips<Kernel>(block_rows).size(0));
-  int64_t group = std::max<int64_t>(1, std::min<int64_t>(8, panels / (threads * 8)));
-  group = (group + together - 1) / together * together;
 
-  const int64_t k_fits = Kernel::A_BYTES / static_cast<int64_t>(sizeof(A)) / c_rows / Kernel::K_CHAIN;
-  const int64_t k_stay = std::max<int64_t>(1, k_fits) * Kernel::K_CHAIN;
+  Linear(const T* x, const T* packed, const float* bias, const LinearShape& shape, Y* y, int threads)
+      : x_(x), packed_(packed), bias_(bias), shape_(shape), y_(y) {
+    k_ = shape.leaves * shape.leaf_k_padded;
+    panels_ = round_up(shape.n, PANEL) / PANEL;
+    threads_ = shape.m * k_ * shape.n < 1 << 16 ? 1 : threads;
+    // Blocks of about BLOCK_ROWS, evenly: a last block of few rows would read the weight again for little.
+    const int64_t blocks = std::max<int64_t>(1, (shape.m + Kernel::BLOCK_ROWS / 2) / Kernel::BLOCK_ROWS);
+    block_rows_ = round_up((shape.m + blocks - 1) / blocks, Kernel::STRIP_ROWS);
+    together_ = Kernel::panels_together(Strips<Kernel>(std::min(block_rows_, shape.m)).size(0));
+    const int64_t most = shape.leaves == 1 ? 8 : 4;
+    group_ = round_up(std::clamp<int64_t>(panels_ / (threads_ * 8), 1, most), together_);
+    const int64_t chains = Kernel::A_BYTES / static_cast<int64_t>(sizeof(A)) / block_rows_ / Kernel::K_CHAIN;
+    k_stay_ = std::max<int64_t>(1, chains) * Kernel::K_CHAIN;
+    c_panel_ = block_rows_ * PANEL;
+    c_slot_ = c_panel_ * group_;
+  }
 
-  static thread_local Scratch packed_rows;
-  A* const a = packed_rows.get<A>(Kernel::a_size(c_rows, k));
-
-#pragma omp parallel num_threads(threads)
-  {
-    static thread_local Scratch partial_sums;
-    [[maybe_unused]] const typename Kernel::Session session{};
-    const int64_t c_panel = c_rows * PANEL, c_slot = c_panel * group;
-    float* const c = partial_sums.get<float>(c_slot * slots);
-
-    for (int64_t m0 = 0; m0 < shape.m; m0 += block_rows) {
-      const Strips<Kernel> strips(std::min(block_rows, shape.m - m0));
-#pragma omp for schedule(static)
-      for (int64_t strip = 0; strip < strips.count; strip++) {
+  void run() const {
+    static thread_local Scratch packed_rows;
+    A* const a = packed_rows.get<A>(Kernel::a_size(block_rows_, k_));
+    const int pack_threads = shape_.m * k_ <= 1 << 14 ? 1 : threads_;
+    for (int64_t m0 = 0; m0 < shape_.m; m0 += block_rows_) {
+      const Strips<Kernel> strips(std::min(block_rows_, shape_.m - m0));
+      parallel_for(pack_threads, strips.count, 1, [&](int64_t strip) {
         const int64_t first = strips.first(strip);
-        Kernel::pack(x + (m0 + first) * shape.x_stride, shape.x_stride, strips.size(strip), shape,
-                     a + Kernel::a_size(first, k));
-      }
-
-#pragma omp for schedule(dynamic)
-      for (int64_t panel = 0; panel < panels; panel += group) {
-        const int width = static_cast<int>(std::min(group, panels - panel));
-        const auto add = [&](int into, int from) {
-          float* const left = c + into * c_slot;
-          const float* const right = c + from * c_slot;
-          for (int p = 0; p < width; p++)
-            for_lanes(strips.rows * PANEL, [&](int64_t i, int count) {
-              const int64_t at = p * c_panel + i;
-              store(left + at, load(left + at, count) + load(right + at, count), count);
-            });
-        };
-        TreeSum tree(add);
-        for (int64_t leaf = 0; leaf < shape.leaves; leaf++) {
-          float* const sum = c + tree.top() * c_slot;
-          for (int64_t k_block = 0; k_block < shape.leaf_k_padded; k_block += k_stay)
-            for (int64_t p = 0; p < width; p += together)
-              for (int64_t k0 = k_block, end = std::min(k_block + k_stay, shape.leaf_k_padded); k0 < end;
-                   k0 += Kernel::K_CHAIN) {
-                const int64_t k_at = leaf * shape.leaf_k_padded + k0;
-                for (int64_t strip = 0; strip < strips.count; strip++) {
-                  const int64_t first = strips.first(strip);
-                  Kernel::multiply(a + Kernel::a_size(first, k), strips.size(strip), k_at,
-                                   packed + ((panel + p) * k + k_at) * PANEL, k * PANEL,
-                                   static_cast<int>(std::min(together, width - p)),
-                                   std::min<int64_t>(Kernel::K_CHAIN, end - k0), sum + p * c_panel + first * PANEL,
-                                   c_panel, k0 == 0);
-                }
-              }
-          tree.push();
+        Kernel::pack(x_ + (m0 + first) * shape_.x_stride, shape_.x_stride, strips.size(strip), shape_,
+                     a + Kernel::a_size(first, k_));
+      });
+      parallel(threads_, round_up(panels_, group_) / group_, [&](Tasks& tasks) {
+        static thread_local Scratch partial_sums;
+        [[maybe_unused]] const typename Kernel::Session session{};
+        float* const c = partial_sums.get<float>(c_slot_ * tree_slots(shape_.leaves));
+        for (int64_t task; tasks.next(task);) {
+          const int64_t panel = task * group_;
+          const int width = static_cast<int>(std::min(group_, panels_ - panel));
+          sum_leaves(a, strips, panel, width, c);
+          write_outputs(c, c_panel_, strips.rows, width, bias_ == nullptr ? nullptr : bias_ + panel * PANEL,
+                        y_ + m0 * shape_.n + panel * PANEL, shape_.n, shape_.n - panel * PANEL);
         }
-        tree.finish();
-        write_outputs(c, c_panel, strips.rows, width, bias == nullptr ? nullptr : bias + panel * PANEL,
-                      y + m0 * shape.n + panel * PANEL, shape.n, shape.n - panel * PANEL);
-      }
+      });
     }
   }
-}
+
+ private:
+  static int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+  // The shard tree of `width` panels from `panel` on, into c's first slot: [panel][row][16].
+  void sum_leaves(const A* a, const Strips<Kernel>& strips, int64_t panel, int width, float* c) const {
+    TreeSum tree([&](int into, int from) {
+      for (int p = 0; p < width; p++)
+        for_lanes(strips.rows * PANEL, [&](int64_t i, int count) {
+          float* const left = c + into * c_slot_ + p * c_panel_ + i;
+          store(left, load(left, count) + load(c + from * c_slot_ + p * c_panel_ + i, count), count);
+        });
+    });
+    for (int64_t leaf = 0; leaf < shape_.leaves; leaf++) {
+      sum_leaf(a, strips, leaf * shape_.leaf_k_padded, panel, width, c + tree.top() * c_slot_);
+      tree.push();
+    }
+    tree.finish();
+  }
+
+  void sum_leaf(const A* a, const Strips<Kernel>& strips, int64_t leaf_k, int64_t panel, int width, float* sum) const {
+    for (int64_t stay = 0; stay < shape_.leaf_k_padded; stay += k_stay_) {
+      const int64_t end = std::min(stay + k_stay_, shape_.leaf_k_padded);
+      for (int64_t p = 0; p < width; p += together_)
+        for (int64_t k = stay; k < end; k += Kernel::K_CHAIN)
+          for (int64_t strip = 0; strip < strips.count; strip++) {
+            const int64_t first = strips.first(strip);
+            Kernel::multiply(a + Kernel::a_size(first, k_), strips.size(strip), leaf_k + k,
+                             packed_ + ((panel + p) * k_ + leaf_k + k) * PANEL, k_ * PANEL,
+                             static_cast<int>(std::min(together_, width - p)),
+                             std::min<int64_t>(Kernel::K_CHAIN, end - k), sum + p * c_panel_ + first * PANEL, c_panel_,
+                             k == 0);
+          }
+    }
+  }
+
+  const T *x_, *packed_;
+  const float* bias_;
+  LinearShape shape_;
+  Y* y_;
+  int threads_;
+  int64_t k_, panels_;
+  int64_t block_rows_, together_, group_, k_stay_;
+  int64_t c_panel_, c_slot_;  // elements of a panel's and of a group's partial sums
+};
 
 }  // namespace
 }  // namespace cpu_ops

@@ -58,7 +58,7 @@ struct AmxKernel {
 
 template <class Y>
 void linear_amx(const bf16* x, const bf16* packed, const float* bias, const LinearShape& shape, Y* y, int threads) {
-  linear<AmxKernel, Y>(x, packed, bias, shape, y, threads);
+  Linear<AmxKernel, Y>(x, packed, bias, shape, y, threads).run();
 }
 
 template void linear_amx(const bf16*, const bf16*, const float*, const LinearShape&, bf16*, int);

@@ -1,7 +1,8 @@
 // What bindings.cpp calls: plain pointers, sizes and strides, no torch. Strides count elements.
 //
-// Every function obeys the op contract of engine/ops/__init__.py: a row's bits depend on that row's inputs alone, not on
-// the number of rows or threads. `threads` is the most OpenMP threads to use. T is float or bf16 unless said otherwise.
+// Every function obeys the op contract of engine/ops/__init__.py: a row's bits depend on that row's inputs alone, not
+// on the number of rows or threads. `threads` is the most OpenMP threads to use. T is float or bf16 unless said
+// otherwise.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-constexpr int PANEL = 16;        // outputs side by side in a packed weight, keys side by side in a KV tile
+constexpr int PANEL = 16;          // outputs side by side in a packed weight, keys side by side in a KV tile
 constexpr int VOCAB_CHUNK = 2048;  // as in engine/ops/__init__.py
 constexpr int MAX_HEAD_DIM = 512;
 
@@ -66,7 +67,8 @@ void gather_rows(const void* table, const int64_t* ids, int64_t m, int64_t row_b
 //   bf16    K [d / 2][16 keys][2], pairs of d     V [d / 16][8][16 d][2], pairs of keys
 //
 // Both are the B operand of their product as they lie, in panels like a packed weight's: lanes (or tile columns) run
-// over keys for q K^T and over d for p V. k_dim is head_dim rounded up to what the matrix unit takes; the rows above head_dim hold zeros.
+// over keys for q K^T and over d for p V. k_dim is head_dim rounded up to what the matrix unit takes; the rows above
+// head_dim hold zeros.
 struct KvLayout {
   int64_t num_kv_heads, head_dim, k_dim, tiles_per_block;
   int64_t tile_size() const { return PANEL * (k_dim + head_dim); }

@@ -9,8 +9,8 @@
 // An element's chain is the same whatever R, P and the panel's place are: that is the row purity of everything above.
 //
 // B rows are float [16], or bf16 pairs [16][2] of two consecutive k. A pair is one 32-bit load: the low half, shifted
-// up, is the even k as float32; the high half, masked, is the odd one. A bf16 weight is thus read at half the bytes,
-// with one integer operation per FMA vector and no shuffles.
+// up, is the even k as float32; the high half alone is the odd one. A bf16 weight is thus read at half the bytes, with
+// a few integer operations per row of B and no shuffles.
 #pragma once
 
 #include "vec.h"
@@ -29,6 +29,10 @@ constexpr int panels_for(int rows) {
   const int panels = ACCUMULATORS / LANES_16 / rows;
   return panels > MAX_PANELS ? MAX_PANELS : panels < 1 ? 1 : panels;
 }
+
+// Elements of a row of B.
+template <class T>
+constexpr int64_t B_ROW = PANEL * K_STEP<T>;
 
 template <int R, int P>
 struct Accumulators {
@@ -72,31 +76,38 @@ INLINE void multiply_row(Accumulators<R, P>& acc, const float* a, int64_t a_row,
   }
 }
 
-// acc += A (element (r, k) at a[r * a_row + k * a_k]) times B (row j of panel p at b[p] + j * b_row).
+template <int P, class T>
+INLINE void prefetch_row(const T* const* ahead, int64_t j) {
+  if (ahead == nullptr) return;
+#pragma GCC unroll 8
+  for (int p = 0; p < P; p++) __builtin_prefetch(ahead[p] + j * B_ROW<T>);
+}
+
+// acc += A (element (r, k) at a[r * a_row + k * a_k]) times B (panel p at b[p], its rows one after the other). Unless
+// ahead is null, each row also prefetches its like at ahead[p]: memory comes in at the pace of the arithmetic.
 template <int R, int P>
 INLINE void multiply(Accumulators<R, P>& acc, const float* a, int64_t a_row, int64_t a_k, const float* const (&b)[P],
-                     const float* const* ahead, int64_t b_row, int64_t k) {
+                     const float* const* ahead, int64_t k) {
   for (int64_t j = 0; j < k; j++) {
-    if (ahead) for (int p = 0; p < P; p++) __builtin_prefetch(ahead[p] + j * b_row);
-    multiply_row(acc, a + j * a_k, a_row, [&](int p, int v) { return load(b[p] + j * b_row + v * LANES); });
+    prefetch_row<P>(ahead, j);
+    multiply_row(acc, a + j * a_k, a_row, [&](int p, int v) { return load(b[p] + j * B_ROW<float> + v * LANES); });
   }
 }
 
 template <int R, int P>
 INLINE void multiply(Accumulators<R, P>& acc, const float* a, int64_t a_row, int64_t a_k, const bf16* const (&b)[P],
-                     const bf16* const* ahead, int64_t b_row, int64_t k) {
+                     const bf16* const* ahead, int64_t k) {
   const auto pair = [&](int64_t j, int p, int v) {
     UVec bits;
-    memcpy(&bits, b[p] + j * b_row + v * 2 * LANES, sizeof bits);
+    memcpy(&bits, b[p] + j * B_ROW<bf16> + v * 2 * LANES, sizeof bits);
     return bits;
   };
   for (int64_t j = 0; j < k / 2; j++) {
-    if (ahead) for (int p = 0; p < P; p++) __builtin_prefetch(ahead[p] + j * b_row);
+    prefetch_row<P>(ahead, j);
     multiply_row(acc, a + 2 * j * a_k, a_row, [&](int p, int v) { return even_half(pair(j, p, v)); });
     int64_t again = j;
     asm("" : "+r"(again));  // load the pairs again for the odd k: keeping them would spill accumulators
-    multiply_row(acc, a + (2 * j + 1) * a_k, a_row,
-                 [&](int p, int v) { return odd_half(pair(again, p, v)); });
+    multiply_row(acc, a + (2 * j + 1) * a_k, a_row, [&](int p, int v) { return odd_half(pair(again, p, v)); });
   }
 }
 

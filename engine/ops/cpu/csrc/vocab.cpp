@@ -1,12 +1,11 @@
 // Greedy token and logprobs: the vocabulary in chunks of VOCAB_CHUNK, each a (maximum, its lowest index, sum of
 // exp(x - maximum)), combined in the shard tree's order, so that any split of the vocabulary at chunk boundaries gives
 // the same bits.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "scratch.h"
+#include "threads.h"
 #include "vec.h"
 
 namespace cpu_ops {
@@ -35,9 +34,7 @@ Chunk reduce_chunk(const float* logits, int64_t first, int64_t n) {
     largest[v] = max(tail(load(logits + at, count), count, -INFINITY), largest[v]);
   });
   const float top = reduce_max(largest);
-  for_16([&](int v, int64_t at, int count) {
-    sum[v] += exp(tail(load(logits + at, count), count, -INFINITY) - top);
-  });
+  for_16([&](int v, int64_t at, int count) { sum[v] += exp(tail(load(logits + at, count), count, -INFINITY) - top); });
   int64_t index = 0;
   while (index + 1 < n && logits[index] != top) index++;
   return {top, first + index, static_cast<double>(reduce_add(sum))};
@@ -65,18 +62,11 @@ void reduce_rows(const float* logits, int64_t m, int64_t n, int threads, F f) {
   static thread_local Scratch memory;
   Chunk* const parts = memory.get<Chunk>(m * chunks);
   if (m * n < 1 << 14) threads = 1;
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for collapse(2)
-    for (int64_t row = 0; row < m; row++)
-      for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const int64_t first = chunk * VOCAB_CHUNK;
-        parts[row * chunks + chunk] =
-            reduce_chunk(logits + row * n + first, first, std::min<int64_t>(VOCAB_CHUNK, n - first));
-      }
-#pragma omp for
-    for (int64_t row = 0; row < m; row++) f(row, tree(parts + row * chunks, chunks));
-  }
+  parallel_for(threads, m * chunks, 1, [&](int64_t part) {
+    const int64_t first = part % chunks * VOCAB_CHUNK;
+    parts[part] = reduce_chunk(logits + part / chunks * n + first, first, std::min<int64_t>(VOCAB_CHUNK, n - first));
+  });
+  for (int64_t row = 0; row < m; row++) f(row, tree(parts + row * chunks, chunks));
 }
 
 float logprob(float logit, const Chunk& all) {
