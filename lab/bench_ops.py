@@ -64,17 +64,28 @@ class Settings:
 
 
 def alternate(arms: Sequence[Arm], seconds: float) -> list[list[float]]:
-    """Seconds of each arm in each round: at least three rounds, ABBA, then as many as fit ``seconds``."""
-    rounds: list[list[float]] = []
+    """Seconds a call of each arm in each round: at least three rounds, ABBA, then as many as fit ``seconds``.
+
+    An arm's turn is as many calls as take about 2 ms, so that what the other arm left in the caches matters little. A
+    pause before each lets the other arm's idle threads go to sleep: libgomp's spin for milliseconds, on a core.
+    """
+    calls = []
     for arm in arms:
         arm()
+        start = time.perf_counter()
+        arm()
+        calls.append(max(1, round(0.002 / (time.perf_counter() - start))))
+    rounds: list[list[float]] = []
     end = time.perf_counter() + seconds
     while len(rounds) < 3 or (time.perf_counter() < end and len(rounds) < 200):
         taken = [0.0] * len(arms)
         for index in range(len(arms)) if len(rounds) % 2 == 0 else reversed(range(len(arms))):
+            if torch.get_num_threads() > 1:
+                time.sleep(0.01)
             start = time.perf_counter()
-            arms[index]()
-            taken[index] = time.perf_counter() - start
+            for _ in range(calls[index]):
+                arms[index]()
+            taken[index] = (time.perf_counter() - start) / calls[index]
         rounds.append(taken)
     return rounds
 
@@ -278,6 +289,7 @@ class DecodeStep:
         packed = [weight.panels.nbytes for layer in self.layers for weight in layer.values()]
         self.weight_bytes = sum(packed) + self.head.panels.nbytes
         self.spent: dict[str, float] = {}
+        self.calls = 0
 
     def _timed(self, kind: str, *args: Any) -> Any:
         start = time.perf_counter()
@@ -287,6 +299,7 @@ class DecodeStep:
 
     def __call__(self) -> None:
         config, batch, call = self.config, self.batch, self._timed
+        self.calls += 1
         residual = call("embedding", batch.token_ids[-1:], self.table)
         hidden = call("rms_norm", residual, self.norm, 1e-5)
         sizes = (config.q_size, config.kv_size, config.kv_size)
@@ -305,16 +318,13 @@ class DecodeStep:
 def step_rows(ops: CpuOps, config: ModelConfig, settings: Settings, read: Reader) -> Iterable[dict[str, Any]]:
     """Time of a decode step against reading its weights, and where it goes."""
     step = DecodeStep(ops, config)
-    step()
-    step.spent.clear()
     rounds = alternate([step, read], 4 * settings.seconds)
-    calls = len(rounds) + 1
     total, reading = median_time(rounds, 0), read.seconds_for(step.weight_bytes, median_time(rounds, 1))
     yield {"op": "decode step", "µs": total * 1e6, "read µs": reading * 1e6, "times read": total / reading}
     inside = 0.0
     for kind, spent in sorted(step.spent.items(), key=lambda item: -item[1]):
-        inside += spent / calls
-        yield {"op": f"  {kind}", "µs": spent / calls * 1e6, "share": spent / calls / total}
+        inside += spent / step.calls
+        yield {"op": f"  {kind}", "µs": spent / step.calls * 1e6, "share": spent / step.calls / total}
     yield {"op": "  between ops", "µs": max(total - inside, 0.0) * 1e6, "share": max(1 - inside / total, 0.0)}
 
 
@@ -373,26 +383,32 @@ def show(frame: pd.DataFrame) -> None:
     for key, part in frame.groupby(["section", "dtype", "threads"], sort=False):
         print(f"\n{title_of(key)}, {part['isa'].iloc[0]}")
         columns = part.drop(columns=["section", "dtype", "threads", "isa"]).dropna(axis=1, how="all")
+        if "M" in columns:
+            columns["M"] = columns["M"].astype(int)
         print(columns.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.2f}" if x < 100 else f"{x:.0f}"))
 
 
 def main() -> None:
     """Measure, print, and write the rows where asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, fewer rows, about a minute")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (%(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, fewer rows: about a minute")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="whose shapes (default: both; quick: the first)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (%(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of the projections (default: 1 to 4000)")
+    parser.add_argument("--seconds", type=float, help="time for one comparison (default: 1; quick: 0.15)")
     parser.add_argument("--isa", help="instruction set (default: the best this CPU has)")
     parser.add_argument("--json", type=Path, help="write the rows, with their provenance, to this file")
     options = parser.parse_args()
+    quick = options.quick
     settings = Settings(
-        models=MODELS[:1] if options.quick else MODELS,
+        models=tuple(options.models or MODELS[: 1 if quick else 2]),
         dtypes=tuple(getattr(torch, name) for name in options.dtypes),
         threads=tuple(options.threads),
-        rows=(1, 16, 256) if options.quick else SMALL_M + LARGE_M,
+        rows=tuple(options.rows or ((1, 16, 256) if quick else SMALL_M + LARGE_M)),
         isa=options.isa,
-        seconds=0.15 if options.quick else 1.0,
-        longest_call=0.5 if options.quick else 5.0,
+        seconds=options.seconds or (0.15 if quick else 1.0),
+        longest_call=0.5 if quick else 5.0,
     )
     with torch.inference_mode():
         frame = measure(settings)

@@ -247,6 +247,17 @@ def test_exp_within_softmax_range(ops: CpuOps) -> None:
     assert error < (2.0**-8 if ops.dtype == BF16 else 4e-7)
 
 
+def test_no_rows_give_no_rows(ops: CpuOps) -> None:
+    """A step that samples nothing has no logits."""
+    x = torch.zeros(0, 96, dtype=ops.dtype)
+    weight = ops.pack_linear(normal(1, 40, 96), num_leaves=3)
+    assert ops.linear(x, weight).shape == ops.linear_f32(x, weight).shape == (0, 40)
+    assert all(result.shape == (0, 96) for result in ops.add_rms_norm(x, x, x.new_ones(96), 1e-5))
+    assert ops.silu_mul(x).shape == (0, 48)
+    assert [result.shape for result in ops.greedy(x.float())] == [(0,), (0,)]
+    assert ops.embedding(torch.zeros(0, dtype=torch.int64), x.new_zeros(7, 4)).shape == (0, 4)
+
+
 def test_calls_from_many_python_threads_give_the_same_bits(ops: CpuOps) -> None:
     weight, x = ops.pack_linear(normal(1, 512, 256)), normal(2, 64, 256).to(ops.dtype)
     expected = ops.linear(x, weight)

@@ -73,9 +73,9 @@ void tile_dot() {
       bf16 b[TILE_K];
       memcpy(b, emulated_tile(B).bytes[k], sizeof b);
       for (int half = 0; half < 2; half++) {
-        const float x = flush_denormal(bit_cast<float>(static_cast<uint32_t>(a[2 * k + half].bits) << 16));
+        const float x = flush_denormal(to_float(a[2 * k + half]));
         for (int n = 0; n < TILE_ROWS; n++) {
-          const float y = flush_denormal(bit_cast<float>(static_cast<uint32_t>(b[2 * n + half].bits) << 16));
+          const float y = flush_denormal(to_float(b[2 * n + half]));
           sums[half][n] = flush_denormal(__builtin_fmaf(x, y, sums[half][n]));
         }
       }

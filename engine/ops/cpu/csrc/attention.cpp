@@ -10,21 +10,21 @@ template <class Element>
 class VectorProducts {
  public:
   using T = Element;
-  static constexpr int ITEM_ROWS = 4 * MAX_ROWS;
+  static constexpr int ITEM_ROWS = 4 * MAX_ROWS, ITEM_HEADS = ITEM_ROWS;
 
   explicit VectorProducts(const KvLayout& layout) : head_dim_(layout.head_dim) {
     static thread_local Scratch memory;
     queries_ = memory.get<float>(ITEM_ROWS * head_dim_);
   }
 
-  // Strips of R rows as [d][R] float32; the rows split evenly over the strips.
+  // Strips of R rows as [d][R] float32; the rows split evenly over the strips. Heads one after the other.
   template <class F>
-  void load_queries(int64_t rows, F query) {
+  void load_queries(int64_t head, int64_t rows, F query) {
     rows_ = rows;
     strips_ = (rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int64_t strip = 0; strip < strips_; strip++) {
       const int64_t first = first_row(strip), count = first_row(strip + 1) - first;
-      float* const to = queries_ + first * head_dim_;
+      float* const to = queries_ + (head * rows + first) * head_dim_;
       for (int64_t row = 0; row < count; row++) {
         const T* const from = query(first + row);
         for (int64_t d = 0; d < head_dim_; d += LANES) {
@@ -36,27 +36,27 @@ class VectorProducts {
     }
   }
 
-  void scores(const T* const* k_tiles, const T* const* v_tiles, int tiles, float* out) const {
+  void scores(int64_t head, const T* const* k_tiles, const T* const* v_tiles, int tiles, float* out) const {
+    const float* const queries = queries_ + head * rows_ * head_dim_;
     for (int tile = 0; tile < tiles; tile += MAX_PANELS) {  // a few tiles stay in L1 while the strips pass
       for_each_strip([&](auto r, int64_t first) {
         constexpr int R = r, P = panels_for(R);
         int t = tile;
         const int end = std::min(tile + MAX_PANELS, tiles);
-        for (; t + P <= end; t += P) score_tiles<R, P>(first, k_tiles + t, v_tiles + t, out + t * PANEL);
-        for (; t < end; t++) score_tiles<R, 1>(first, k_tiles + t, v_tiles + t, out + t * PANEL);
+        for (; t + P <= end; t += P) score_tiles<R, P>(queries, first, k_tiles + t, v_tiles + t, out + t * PANEL);
+        for (; t < end; t++) score_tiles<R, 1>(queries, first, k_tiles + t, v_tiles + t, out + t * PANEL);
       });
     }
   }
 
-  void values(const T* const* v_tiles, const T* const* next_k_tiles, int tiles, const float* p, float* out) const {
+  void values(const T* const* v_tiles, const T* const* next_tiles, int tiles, const float* p, float* out) const {
     for (int64_t column = 0; column < head_dim_; column += MAX_PANELS * PANEL) {
       for_each_strip([&](auto r, int64_t first) {
         constexpr int R = r, P = panels_for(R);
         int64_t d = column;
         const int64_t end = std::min(column + MAX_PANELS * PANEL, head_dim_);
-        for (; d + P * PANEL <= end; d += P * PANEL)
-          value_columns<R, P>(first, v_tiles, next_k_tiles, tiles, p, d, out);
-        for (; d < end; d += PANEL) value_columns<R, 1>(first, v_tiles, next_k_tiles, tiles, p, d, out);
+        for (; d + P * PANEL <= end; d += P * PANEL) value_columns<R, P>(first, v_tiles, next_tiles, tiles, p, d, out);
+        for (; d < end; d += PANEL) value_columns<R, 1>(first, v_tiles, next_tiles, tiles, p, d, out);
       });
     }
   }
@@ -74,26 +74,26 @@ class VectorProducts {
 
   // R rows times P tiles of 16 keys: the sum runs over d.
   template <int R, int P>
-  __attribute__((noinline)) void score_tiles(int64_t first, const T* const* k_tiles, const T* const* v_tiles,
-                                             float* out) const {
+  __attribute__((noinline)) void score_tiles(const float* queries, int64_t first, const T* const* k_tiles,
+                                             const T* const* v_tiles, float* out) const {
     const T *b[P], *ahead[P];
     std::copy(k_tiles, k_tiles + P, b);
     std::copy(v_tiles, v_tiles + P, ahead);
     Accumulators<R, P> acc;
-    multiply<R, P>(acc, queries_ + first * head_dim_, 1, R, b, ahead, head_dim_);
+    multiply<R, P>(acc, queries + first * head_dim_, 1, R, b, ahead, head_dim_);
     write<R, P>(acc, out + first * STEP_KEYS, STEP_KEYS);
   }
 
   // R rows times P * 16 columns of V: the sum runs over the step's keys, tile after tile.
   template <int R, int P>
-  __attribute__((noinline)) void value_columns(int64_t first, const T* const* v_tiles, const T* const* next_k_tiles,
+  __attribute__((noinline)) void value_columns(int64_t first, const T* const* v_tiles, const T* const* next_tiles,
                                                int tiles, const float* p, int64_t d, float* out) const {
     Accumulators<R, P> acc;
     for (int tile = 0; tile < tiles; tile++) {
       const T *b[P], *ahead[P];
       for (int i = 0; i < P; i++) {
         b[i] = v_tiles[tile] + (d + i * PANEL) * PANEL;
-        ahead[i] = next_k_tiles[tile] + (d + i * PANEL) * PANEL;
+        ahead[i] = next_tiles[tile] + (d + i * PANEL) * PANEL;
       }
       multiply<R, P>(acc, p + first * STEP_KEYS + tile * PANEL, STEP_KEYS, 1, b, ahead, PANEL);
     }
@@ -119,7 +119,7 @@ class VectorProducts {
 template <class T>
 void attention_vector(const T* q, const T* kv, const KvLayout& layout, const AttentionBatch& batch, T* out,
                       int threads) {
-  attention<VectorProducts<T>>(q, kv, layout, batch, out, threads);
+  Attention<VectorProducts<T>>(q, kv, layout, batch, out, threads).run();
 }
 
 template void attention_vector(const float*, const float*, const KvLayout&, const AttentionBatch&, float*, int);

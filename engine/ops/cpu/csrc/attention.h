@@ -1,8 +1,9 @@
 // Causal paged attention: the loops around two products, shared by the vector and the AMX kernels.
 //
-// Whole prefills, chunks and decodes are one path. A work item is up to ITEM_ROWS query rows of one sequence and one KV
-// head; a row is (token, head in the group), so that a group's heads read K and V once. Keys are walked in units that
-// are fixed by absolute position and never by the batch:
+// Whole prefills, chunks and decodes are one path. A work item is up to ITEM_ROWS query rows of one sequence: of one KV
+// head, or in a decode of several, which then walk the blocks together: neighbours in memory are read close in time. A
+// row is (token, head in the group), so that a group's heads read K and V once. Keys are walked in units that are fixed
+// by absolute position and never by the batch:
 //
 //   tile     16 keys: how KV lies in memory (kernels.h), found through the block table
 //   step    128 keys: one update of the online softmax (Milakov & Gimelshein 2018): running maximum m, sum l, output o
@@ -36,7 +37,8 @@ constexpr int STEP_TILES = STEP_KEYS / PANEL;
 constexpr int SECTION_KEYS = 512;
 
 struct Item {
-  int64_t sequence, kv_head, first_row, rows;  // rows of the sequence's (token, head in group), flattened
+  int64_t sequence, kv_head, heads;  // KV heads, from kv_head on
+  int64_t first_row, rows;           // for each: rows of the sequence's (token, head in group), flattened
   int64_t last_position;
   int64_t section_begin, section_end;
 };
@@ -98,165 +100,221 @@ void zero_unwritten(const T* v_tile, int64_t written, int64_t head_dim, T* copy)
   }
 }
 
-// The batch as work items, the longest first. Sections of long contexts become items of their own when there would be
-// too few items for the threads; that changes who computes what, never the order of a sum.
-template <int ITEM_ROWS>
-std::vector<Item> work_items(const AttentionBatch& batch, const KvLayout& layout, int threads, bool& split) {
-  const int64_t group = batch.heads / layout.num_kv_heads;
-  std::vector<Item> items;
-  for (int64_t s = 0; s < batch.sequences; s++) {
-    if (batch.context_lens[s] == 0) continue;
-    const int64_t tokens = batch.query_start[s + 1] - batch.query_start[s];
-    const int64_t first_position = batch.context_lens[s] - tokens;
-    for (int64_t row = 0; row < tokens * group; row += ITEM_ROWS) {
-      const int64_t rows = std::min<int64_t>(ITEM_ROWS, tokens * group - row);
-      const int64_t last = first_position + (row + rows - 1) / group;
-      for (int64_t head = 0; head < layout.num_kv_heads; head++)
-        items.push_back({s, head, row, rows, last, 0, last / SECTION_KEYS + 1});
-    }
-  }
-  split = static_cast<int64_t>(items.size()) < 4 * threads &&
-          std::any_of(items.begin(), items.end(), [](const Item& item) { return item.section_end > 1; });
-  if (split) {
-    std::vector<Item> sections;
-    for (Item item : items)
-      for (int64_t section = 0, end = item.section_end; section < end; section++) {
-        item.section_begin = section;
-        item.section_end = section + 1;
-        sections.push_back(item);
-      }
-    items = std::move(sections);
-  }
-  const auto keys = [](const Item& item) {
-    return std::min((item.section_end - item.section_begin) * SECTION_KEYS, item.last_position + 1) * item.rows;
-  };
-  std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return keys(a) > keys(b); });
-  return items;
-}
-
-// Products gives T, ITEM_ROWS, and, for the rows of one item (K and V tiles as in kernels.h):
+// Products gives T, ITEM_ROWS, ITEM_HEADS and, for the rows of one item's head (K and V tiles as in kernels.h):
 //   Products(layout)
-//   load_queries(rows, row -> const T*)
-//   scores(k_tiles, v_tiles, tiles, scores)             scores[row][STEP_KEYS] = q k^T
-//   values(v_tiles, next_k_tiles, tiles, scores, out)   out[row][head_dim] = scores v
-// Each also prefetches the tiles that the other will read next: blocks are scattered, which hardware does not foresee.
+//   load_queries(head, rows, row -> const T*)
+//   scores(head, k_tiles, v_tiles, tiles, scores)   scores[row][STEP_KEYS] = q k^T
+//   values(v_tiles, next_tiles, tiles, p, out)      out[row][head_dim] = p v
+// Each also prefetches the tiles that are read next: blocks are scattered, which the hardware does not foresee.
 template <class Products>
-void attention(const typename Products::T* q, const typename Products::T* kv, const KvLayout& layout,
-               const AttentionBatch& batch, typename Products::T* out, int threads) {
+class Attention {
+ public:
   using T = typename Products::T;
-  constexpr int ITEM_ROWS = Products::ITEM_ROWS;
-  const int64_t head_dim = layout.head_dim, group = batch.heads / layout.num_kv_heads;
-  bool split = false;
-  const std::vector<Item> items = work_items<ITEM_ROWS>(batch, layout, threads, split);
-  int64_t keys = 0, max_sections = 1;
-  for (const Item& item : items) {
-    keys += item.rows * (std::min(item.section_end * SECTION_KEYS, item.last_position + 1));
-    max_sections = std::max(max_sections, item.section_end);
+  static constexpr int ITEM_ROWS = Products::ITEM_ROWS;
+
+  Attention(const T* q, const T* kv, const KvLayout& layout, const AttentionBatch& batch, T* out, int threads)
+      : q_(q), kv_(kv), layout_(layout), batch_(batch), out_(out), threads_(threads) {
+    head_dim_ = layout.head_dim;
+    group_ = batch.heads / layout.num_kv_heads;
+    plan_items();
   }
-  if (keys * head_dim < 1 << 15) threads = 1;
 
-  for (int64_t s = 0; s < batch.sequences; s++)
-    if (batch.context_lens[s] == 0)  // padding
-      std::fill(out + batch.query_start[s] * batch.heads * head_dim,
-                out + batch.query_start[s + 1] * batch.heads * head_dim, T{});
-
-  // When split: every row's sections, [m * heads][max_sections].
-  const int64_t rows = batch.query_start[batch.sequences] * batch.heads;
-  static thread_local Scratch states_memory, outputs_memory;
-  RowState* const states = split ? states_memory.get<RowState>(rows * max_sections) : nullptr;
-  float* const outputs = split ? outputs_memory.get<float>(rows * max_sections * head_dim) : nullptr;
-
-  parallel(threads, static_cast<int64_t>(items.size()), [&](Tasks& tasks) {
-    static thread_local Scratch item_memory;
-    float* const output = item_memory.get<float>(3 * ITEM_ROWS * head_dim + ITEM_ROWS * STEP_KEYS + PANEL * head_dim);
-    float* const section_output = output + ITEM_ROWS * head_dim;
-    float* const step_output = section_output + ITEM_ROWS * head_dim;
-    float* const scores = step_output + ITEM_ROWS * head_dim;
-    T* const last_values = reinterpret_cast<T*>(scores + ITEM_ROWS * STEP_KEYS);
-    Products products(layout);
-
-    for (int64_t index; tasks.next(index);) {
-      const Item& item = items[index];
-      const int64_t query_start = batch.query_start[item.sequence], context = batch.context_lens[item.sequence];
-      const int64_t first_position = context - (batch.query_start[item.sequence + 1] - query_start);
-      const int32_t* const table = batch.block_tables + item.sequence * batch.table_stride;
-      const auto row_at = [&](int64_t row) {  // among the m * heads rows of q and out
-        const int64_t at = item.first_row + row;
-        return (query_start + at / group) * batch.heads + item.kv_head * group + at % group;
-      };
-      const auto position = [&](int64_t row) { return first_position + (item.first_row + row) / group; };
-      const auto tile_at = [&](int64_t tile) {
-        return kv + table[tile / layout.tiles_per_block] * layout.block_size() + item.kv_head * layout.head_size() +
-               tile % layout.tiles_per_block * layout.tile_size();
-      };
-      products.load_queries(item.rows, [&](int64_t row) { return q + row_at(row) * head_dim; });
-
-      RowState total[ITEM_ROWS];
-      for (int64_t section = item.section_begin; section < item.section_end; section++) {
-        RowState state[ITEM_ROWS];
-        std::fill(section_output, section_output + item.rows * head_dim, 0.0f);
-        const int64_t end = std::min((section + 1) * SECTION_KEYS, item.last_position + 1);
-        for (int64_t key = section * SECTION_KEYS; key < end; key += STEP_KEYS) {
-          const int tiles = static_cast<int>((std::min<int64_t>(end - key, STEP_KEYS) + PANEL - 1) / PANEL);
-          const T *k_tiles[STEP_TILES], *v_tiles[STEP_TILES], *next_k_tiles[STEP_TILES];
-          for (int i = 0; i < tiles; i++) {
-            k_tiles[i] = tile_at(key / PANEL + i);
-            v_tiles[i] = k_tiles[i] + layout.value_offset();
-            next_k_tiles[i] = tile_at(std::min(key / PANEL + i + STEP_TILES, item.last_position / PANEL));
-          }
-          const int64_t written = context - key - (tiles - 1) * PANEL;
-          if (written < PANEL) {
-            zero_unwritten(v_tiles[tiles - 1], written, head_dim, last_values);
-            v_tiles[tiles - 1] = last_values;
-          }
-          products.scores(k_tiles, v_tiles, tiles, scores);
-          float worth[ITEM_ROWS];
-          for (int64_t row = 0; row < item.rows; row++) {
-            const int64_t visible = std::min<int64_t>(position(row) - key + 1, tiles * PANEL);
-            if (visible > 0)
-              worth[row] = softmax_step(scores + row * STEP_KEYS, tiles, visible, batch.scale, state[row]);
-          }
-          products.values(v_tiles, next_k_tiles, tiles, scores, step_output);
-          for (int64_t row = 0; row < item.rows; row++)
-            if (position(row) >= key)
-              for (int64_t d = row * head_dim; d < (row + 1) * head_dim; d += LANES)
-                store(section_output + d, fma(load(section_output + d), broadcast(worth[row]), load(step_output + d)));
-        }
-        for (int64_t row = 0; row < item.rows; row++) {
-          if (position(row) < section * SECTION_KEYS) continue;
-          const float* const from = section_output + row * head_dim;
-          if (split) {
-            const int64_t at = row_at(row) * max_sections + section;
-            states[at] = state[row];
-            std::copy(from, from + head_dim, outputs + at * head_dim);
-          } else if (section == 0) {
-            total[row] = state[row];
-            std::copy(from, from + head_dim, output + row * head_dim);
-          } else {
-            merge(total[row], output + row * head_dim, state[row], from, head_dim);
-          }
-        }
-      }
-      if (!split)
-        for (int64_t row = 0; row < item.rows; row++)
-          write_row(total[row], output + row * head_dim, head_dim, out + row_at(row) * head_dim);
+  void run() {
+    for (int64_t s = 0; s < batch_.sequences; s++)
+      if (batch_.context_lens[s] == 0)  // padding
+        std::fill(out_ + batch_.query_start[s] * batch_.heads * head_dim_,
+                  out_ + batch_.query_start[s + 1] * batch_.heads * head_dim_, T{});
+    static thread_local Scratch states, outputs;
+    if (split_) {
+      const int64_t parts = batch_.query_start[batch_.sequences] * batch_.heads * max_sections_;
+      states_ = states.get<RowState>(parts);
+      outputs_ = outputs.get<float>(parts * head_dim_);
     }
-  });
-
-  if (split)
-    parallel_for(threads, batch.sequences * batch.heads, 1, [&](int64_t index) {
-      const int64_t s = index / batch.heads, head = index % batch.heads;
-      for (int64_t m = batch.query_start[s]; batch.context_lens[s] > 0 && m < batch.query_start[s + 1]; m++) {
-        const int64_t position = batch.context_lens[s] - batch.query_start[s + 1] + m;
-        const int64_t row = m * batch.heads + head, at = row * max_sections;
-        RowState state = states[at];
-        float* const sum = outputs + at * head_dim;
-        for (int64_t section = 1; section <= position / SECTION_KEYS; section++)
-          merge(state, sum, states[at + section], outputs + (at + section) * head_dim, head_dim);
-        write_row(state, sum, head_dim, out + row * head_dim);
+    parallel(threads_, static_cast<int64_t>(items_.size()), [&](Tasks& tasks) {
+      static thread_local Scratch memory;
+      Products products(layout_);
+      for (int64_t index; tasks.next(index);) {
+        // A guess: with equal items, this thread's next one.
+        const size_t next = std::min(static_cast<size_t>(index) + threads_, items_.size() - 1);
+        attend(items_[index], items_[next], products, memory);
       }
     });
-}
+    if (split_)
+      parallel_for(threads_, batch_.sequences * batch_.heads, 1,
+                   [&](int64_t i) { merge_sections(i / batch_.heads, i % batch_.heads); });
+  }
+
+ private:
+  // The batch as work items, the longest first. With too few items for the threads, heads go apart, then sections of
+  // long contexts; that changes who computes what, never the order of a sum.
+  void plan_items() {
+    const int64_t enough = 4 * threads_;
+    add_items(Products::ITEM_HEADS);
+    if (static_cast<int64_t>(items_.size()) < enough) {
+      items_.clear();
+      add_items(1);
+    }
+    split_ = static_cast<int64_t>(items_.size()) < enough && max_sections_ > 1;
+    if (split_) {
+      std::vector<Item> sections;
+      for (const Item& item : items_)
+        for (int64_t section = 0; section < item.section_end; section++) {
+          sections.push_back(item);
+          sections.back().section_begin = section;
+          sections.back().section_end = section + 1;
+        }
+      items_ = std::move(sections);
+    }
+    const auto work = [](const Item& item) {
+      return (std::min(item.section_end * SECTION_KEYS, item.last_position + 1) - item.section_begin * SECTION_KEYS) *
+             item.rows * item.heads;
+    };
+    std::stable_sort(items_.begin(), items_.end(), [&](const Item& a, const Item& b) { return work(a) > work(b); });
+    int64_t total = 0;
+    for (const Item& item : items_) total += work(item);
+    if (total * head_dim_ < 1 << 15) threads_ = 1;
+  }
+
+  void add_items(int64_t most_heads) {
+    for (int64_t s = 0; s < batch_.sequences; s++) {
+      if (batch_.context_lens[s] == 0) continue;
+      const int64_t rows = (batch_.query_start[s + 1] - batch_.query_start[s]) * group_;
+      for (int64_t row = 0; row < rows; row += ITEM_ROWS) {
+        const int64_t count = std::min<int64_t>(ITEM_ROWS, rows - row);
+        const int64_t last = first_position(s) + (row + count - 1) / group_;
+        max_sections_ = std::max(max_sections_, last / SECTION_KEYS + 1);
+        const int64_t together = std::min(most_heads, ITEM_ROWS / count);
+        for (int64_t head = 0; head < layout_.num_kv_heads; head += together)
+          items_.push_back(
+              {s, head, std::min(together, layout_.num_kv_heads - head), row, count, last, 0, last / SECTION_KEYS + 1});
+      }
+    }
+  }
+
+  int64_t first_position(int64_t sequence) const {
+    return batch_.context_lens[sequence] - (batch_.query_start[sequence + 1] - batch_.query_start[sequence]);
+  }
+
+  int64_t position(const Item& item, int64_t row) const {
+    return first_position(item.sequence) + (item.first_row + row) / group_;
+  }
+
+  // The row's place among the m * heads rows of q and out.
+  int64_t row_at(const Item& item, int64_t head, int64_t row) const {
+    const int64_t at = item.first_row + row, kv_head = item.kv_head + head;
+    return (batch_.query_start[item.sequence] + at / group_) * batch_.heads + kv_head * group_ + at % group_;
+  }
+
+  // K tile of 16 keys from key on, or the item's last tile.
+  const T* k_tile(const Item& item, int64_t head, int64_t key) const {
+    const int64_t tile = std::min(key, item.last_position) / PANEL;
+    const int64_t block = batch_.block_tables[item.sequence * batch_.table_stride + tile / layout_.tiles_per_block];
+    return kv_ + block * layout_.block_size() + (item.kv_head + head) * layout_.head_size() +
+           tile % layout_.tiles_per_block * layout_.tile_size();
+  }
+
+  void attend(const Item& item, const Item& next_item, Products& products, Scratch& memory) const {
+    float* const output = memory.get<float>(3 * ITEM_ROWS * head_dim_ + ITEM_ROWS * STEP_KEYS + PANEL * head_dim_);
+    float* const section_output = output + ITEM_ROWS * head_dim_;
+    float* const buffers = section_output + ITEM_ROWS * head_dim_;
+    const int64_t rows = item.rows, all_rows = item.heads * rows;  // row `row` of head `head` at head * rows + row
+    for (int64_t head = 0; head < item.heads; head++)
+      products.load_queries(head, rows, [&](int64_t row) { return q_ + row_at(item, head, row) * head_dim_; });
+
+    RowState total[ITEM_ROWS];
+    const int64_t end = std::min(item.section_end * SECTION_KEYS, item.last_position + 1);
+    for (int64_t section = item.section_begin; section < item.section_end; section++) {
+      RowState state[ITEM_ROWS];
+      std::fill(section_output, section_output + all_rows * head_dim_, 0.0f);
+      const int64_t section_end = std::min((section + 1) * SECTION_KEYS, end);
+      for (int64_t key = section * SECTION_KEYS; key < section_end; key += STEP_KEYS)
+        for (int64_t head = 0; head < item.heads; head++) {
+          const auto next_tile = [&](int64_t i) {
+            if (head + 1 < item.heads) return k_tile(item, head + 1, key + i * PANEL);
+            if (key + STEP_KEYS < end) return k_tile(item, 0, key + STEP_KEYS + i * PANEL);
+            return k_tile(next_item, 0, next_item.section_begin * SECTION_KEYS + i * PANEL);
+          };
+          const int64_t keys = std::min<int64_t>(section_end - key, STEP_KEYS);
+          step(item, head, key, keys, next_tile, products, state + head * rows,
+               section_output + head * rows * head_dim_, buffers);
+        }
+      for (int64_t i = 0; i < all_rows; i++) {
+        const int64_t row = i % rows;
+        if (position(item, row) < section * SECTION_KEYS) continue;
+        const float* const from = section_output + i * head_dim_;
+        if (split_) {
+          const int64_t at = row_at(item, i / rows, row) * max_sections_ + section;
+          states_[at] = state[i];
+          std::copy(from, from + head_dim_, outputs_ + at * head_dim_);
+        } else if (section == 0) {
+          total[i] = state[i];
+          std::copy(from, from + head_dim_, output + i * head_dim_);
+        } else {
+          merge(total[i], output + i * head_dim_, state[i], from, head_dim_);
+        }
+      }
+    }
+    if (!split_)
+      for (int64_t i = 0; i < all_rows; i++)
+        write_row(total[i], output + i * head_dim_, head_dim_, out_ + row_at(item, i / rows, i % rows) * head_dim_);
+  }
+
+  // One step of one head's rows: `keys` keys from `key` on, folded into state and output.
+  template <class NextTile>
+  void step(const Item& item, int64_t head, int64_t key, int64_t keys, NextTile next_tile, Products& products,
+            RowState* state, float* output, float* buffers) const {
+    float* const step_output = buffers;
+    float* const scores = step_output + ITEM_ROWS * head_dim_;
+    T* const last_values = reinterpret_cast<T*>(scores + ITEM_ROWS * STEP_KEYS);
+    const int tiles = static_cast<int>((keys + PANEL - 1) / PANEL);
+    const T *k_tiles[STEP_TILES], *v_tiles[STEP_TILES], *next_tiles[STEP_TILES];
+    for (int i = 0; i < tiles; i++) {
+      k_tiles[i] = k_tile(item, head, key + i * PANEL);
+      v_tiles[i] = k_tiles[i] + layout_.value_offset();
+      next_tiles[i] = next_tile(i);
+    }
+    const int64_t written = batch_.context_lens[item.sequence] - key - (tiles - 1) * PANEL;
+    if (written < PANEL) {
+      zero_unwritten(v_tiles[tiles - 1], written, head_dim_, last_values);
+      v_tiles[tiles - 1] = last_values;
+    }
+    products.scores(head, k_tiles, v_tiles, tiles, scores);
+    float worth[ITEM_ROWS];
+    for (int64_t row = 0; row < item.rows; row++) {
+      const int64_t visible = std::min<int64_t>(position(item, row) - key + 1, tiles * PANEL);
+      if (visible > 0) worth[row] = softmax_step(scores + row * STEP_KEYS, tiles, visible, batch_.scale, state[row]);
+    }
+    products.values(v_tiles, next_tiles, tiles, scores, step_output);
+    for (int64_t row = 0; row < item.rows; row++)
+      if (position(item, row) >= key)
+        for (int64_t d = row * head_dim_; d < (row + 1) * head_dim_; d += LANES)
+          store(output + d, fma(load(output + d), broadcast(worth[row]), load(step_output + d)));
+  }
+
+  void merge_sections(int64_t sequence, int64_t head) const {
+    if (batch_.context_lens[sequence] == 0) return;
+    const int64_t begin = batch_.query_start[sequence], end = batch_.query_start[sequence + 1];
+    for (int64_t m = begin; m < end; m++) {
+      const int64_t row = m * batch_.heads + head, at = row * max_sections_;
+      RowState state = states_[at];
+      float* const sum = outputs_ + at * head_dim_;
+      for (int64_t section = 1; section <= (first_position(sequence) + m - begin) / SECTION_KEYS; section++)
+        merge(state, sum, states_[at + section], outputs_ + (at + section) * head_dim_, head_dim_);
+      write_row(state, sum, head_dim_, out_ + row * head_dim_);
+    }
+  }
+
+  const T *q_, *kv_;
+  const KvLayout layout_;
+  const AttentionBatch batch_;
+  T* out_;
+  int threads_;
+  int64_t head_dim_, group_, max_sections_ = 1;
+  std::vector<Item> items_;
+  bool split_ = false;
+  RowState* states_ = nullptr;  // when split: [m * heads][max_sections]
+  float* outputs_ = nullptr;    // and their outputs, [..][head_dim]
+};
 
 }  // namespace
 }  // namespace cpu_ops

@@ -11,7 +11,7 @@ namespace {
 class AmxProducts {
  public:
   using T = bf16;
-  static constexpr int ITEM_ROWS = 2 * TILE_ROWS;
+  static constexpr int ITEM_ROWS = 2 * TILE_ROWS, ITEM_HEADS = 1;
 
   explicit AmxProducts(const KvLayout& layout) : head_dim_(layout.head_dim), k_dim_(layout.k_dim) {
     static thread_local Scratch memory;
@@ -22,7 +22,7 @@ class AmxProducts {
 
   // A tiles [k_dim / 32][1 or 2][16][32]; rows that are missing are zero.
   template <class F>
-  void load_queries(int64_t rows, F query) {
+  void load_queries(int64_t /*head*/, int64_t rows, F query) {
     row_tiles_ = (rows + TILE_ROWS - 1) / TILE_ROWS;
     std::fill(queries_, queries_ + ITEM_ROWS * k_dim_, bf16{});
     for (int64_t row = 0; row < rows; row++)
@@ -31,7 +31,7 @@ class AmxProducts {
                PANEL * sizeof(bf16));
   }
 
-  void scores(const bf16* const* k_tiles, const bf16* const* v_tiles, int tiles, float* out) const {
+  void scores(int64_t /*head*/, const bf16* const* k_tiles, const bf16* const* v_tiles, int tiles, float* out) const {
     const int64_t steps = k_dim_ / TILE_K;
     const auto columns = [&](auto r, auto p, int tile) {
       constexpr int P = p;
@@ -45,9 +45,9 @@ class AmxProducts {
     for_each_group(tiles, columns);
   }
 
-  void values(const bf16* const* v_tiles, const bf16* const* next_k_tiles, int tiles, const float* p, float* out) {
+  void values(const bf16* const* v_tiles, const bf16* const* next_tiles, int tiles, const float* p, float* out) {
     const int steps = (tiles + 1) / 2;
-    for (int i = 0; i < tiles; i++) prefetch(next_k_tiles[i], k_dim_);
+    for (int i = 0; i < tiles; i++) prefetch(next_tiles[i], k_dim_);
     for (int i = 0; i < 2 * steps; i++)  // values_: [head_dim / 16][STEP_KEYS / 32] B tiles
       for (int64_t panel = 0; panel < head_dim_ / PANEL; panel++) {
         bf16* const to = values_ + (panel * (STEP_TILES / 2) + i / 2) * TILE + i % 2 * (TILE / 2);
@@ -95,7 +95,7 @@ class AmxProducts {
 
 void attention_amx(const bf16* q, const bf16* kv, const KvLayout& layout, const AttentionBatch& batch, bf16* out,
                    int threads) {
-  attention<AmxProducts>(q, kv, layout, batch, out, threads);
+  Attention<AmxProducts>(q, kv, layout, batch, out, threads).run();
 }
 
 }  // namespace cpu_ops

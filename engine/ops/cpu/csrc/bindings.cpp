@@ -19,6 +19,15 @@ T* data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
 }
 
+// The elements of a tensor that must have exactly this type, rows contiguous.
+template <class T>
+const T* exactly(const Tensor& t, const char* name) {
+  TORCH_CHECK_VALUE(t.scalar_type() == c10::CppTypeToScalarType<T>::value, name, " must be ",
+                    c10::CppTypeToScalarType<T>::value, ", not ", t.scalar_type());
+  TORCH_CHECK_VALUE(t.numel() <= 1 || t.stride(-1) == 1, name, " must have contiguous rows");
+  return static_cast<const T*>(t.data_ptr());
+}
+
 int threads() { return at::get_num_threads(); }
 
 // f(value of type T) for the two types that the ops know.
@@ -68,6 +77,7 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   const int64_t leaves = packed.size(1);
   const LinearShape shape{x.size(0), n, k / leaves, packed.size(2), leaves, x.stride(0)};
   Tensor y = at::empty({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
+  if (x.size(0) == 0) return y;
   const float* const bias_data = bias ? data<const float>(*bias) : nullptr;
   pybind11::gil_scoped_release release;
   if (x.scalar_type() == at::kFloat) {
@@ -88,14 +98,13 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
 Tensor embedding(const Tensor& ids, const Tensor& table) {
   TORCH_CHECK_VALUE(table.dim() == 2 && table.is_contiguous(),
                     "an embedding table is a contiguous [vocab, hidden] matrix");
-  const Tensor index = ids.contiguous();
-  for (int64_t i = 0; i < index.numel(); i++) {
-    const int64_t id = data<const int64_t>(index)[i];
+  const int64_t* const index = exactly<int64_t>(ids, "token_ids");
+  for (int64_t i = 0; i < ids.numel(); i++) {
+    const int64_t id = index[i];
     TORCH_CHECK_INDEX(id >= 0 && id < table.size(0), "token id ", id, " is outside 0 .. ", table.size(0) - 1);
   }
-  Tensor out = at::empty({index.numel(), table.size(1)}, table.options());
-  gather_rows(table.data_ptr(), data<const int64_t>(index), index.numel(), table.size(1) * table.element_size(),
-              out.data_ptr(), threads());
+  Tensor out = at::empty({ids.numel(), table.size(1)}, table.options());
+  gather_rows(table.data_ptr(), index, ids.numel(), table.size(1) * table.element_size(), out.data_ptr(), threads());
   return out;
 }
 
@@ -167,8 +176,9 @@ Tensor rope_and_store(const Tensor& q_input, const Tensor& k_input, const Tensor
     using T = decltype(zero);
     pybind11::gil_scoped_release release;
     cpu_ops::rope_and_store(data<const T>(q), head_rows(q), data<const T>(k), head_rows(k), data<const T>(v),
-                            head_rows(v), q.size(0), data<const float>(rope), data<const int64_t>(positions),
-                            data<const int64_t>(slots), data<T>(kv), layout, data<T>(out), threads());
+                            head_rows(v), q.size(0), exactly<float>(rope, "rope"),
+                            exactly<int64_t>(positions, "positions"), exactly<int64_t>(slots, "slots"), data<T>(kv),
+                            layout, data<T>(out), threads());
   });
   return out;
 }
@@ -180,9 +190,9 @@ Tensor paged_attention(const Tensor& q_input, const Tensor& kv, int64_t block_si
   const KvLayout layout = kv_layout(block_size, num_kv_heads, q.size(2), kv.scalar_type() == at::kBFloat16);
   TORCH_CHECK_VALUE(q.size(1) % num_kv_heads == 0, q.size(1), " query heads do not divide over ", num_kv_heads,
                     " KV heads");
-  const AttentionBatch batch{data<const int64_t>(query_start),
-                             data<const int64_t>(context_lens),
-                             data<const int32_t>(block_tables),
+  const AttentionBatch batch{exactly<int64_t>(query_start, "query_start"),
+                             exactly<int64_t>(context_lens, "context_lens"),
+                             exactly<int32_t>(block_tables, "block_tables"),
                              context_lens.numel(),
                              block_tables.stride(0),
                              q.size(1),
@@ -206,8 +216,8 @@ std::tuple<Tensor, Tensor> greedy(const Tensor& input) {
   Tensor ids = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   Tensor logprobs = at::empty({logits.size(0)}, logits.options());
   pybind11::gil_scoped_release release;
-  cpu_ops::greedy(data<const float>(logits), logits.size(0), logits.size(1), data<int64_t>(ids), data<float>(logprobs),
-                  threads());
+  cpu_ops::greedy(exactly<float>(logits, "logits"), logits.size(0), logits.size(1), data<int64_t>(ids),
+                  data<float>(logprobs), threads());
   return {ids, logprobs};
 }
 
@@ -215,7 +225,7 @@ Tensor logprobs_of(const Tensor& input, const Tensor& ids_input) {
   const Tensor logits = input.contiguous(), ids = ids_input.contiguous();
   Tensor logprobs = at::empty({logits.size(0)}, logits.options());
   pybind11::gil_scoped_release release;
-  cpu_ops::logprobs_of(data<const float>(logits), logits.size(0), logits.size(1), data<const int64_t>(ids),
+  cpu_ops::logprobs_of(exactly<float>(logits, "logits"), logits.size(0), logits.size(1), data<const int64_t>(ids),
                        data<float>(logprobs), threads());
   return logprobs;
 }

@@ -26,16 +26,17 @@ struct VectorKernel {
   static int64_t panels_together(int strip_rows) { return panels_for(strip_rows); }
 
   static void pack(const T* x, int64_t x_stride, int rows, const LinearShape& shape, A* a) {
-    for (int64_t leaf = 0; leaf < shape.leaves; leaf++) {
-      A* const to = a + leaf * shape.leaf_k_padded * rows;
-      for (int row = 0; row < rows; row++)
-        for_lanes(shape.leaf_k, [&](int64_t i, int count) {
-          float lanes[LANES];
-          store(lanes, load(x + row * x_stride + leaf * shape.leaf_k + i, count));
-          for (int lane = 0; lane < count; lane++) to[(i + lane) * rows + row] = lanes[lane];
-        });
-      std::fill(to + shape.leaf_k * rows, to + shape.leaf_k_padded * rows, 0.0f);
-    }
+    with_constant<MAX_ROWS>(rows, [&](auto r) {
+      constexpr int R = r;
+      for (int64_t leaf = 0; leaf < shape.leaves; leaf++) {
+        const T* const from = x + leaf * shape.leaf_k;
+        A* const to = a + leaf * shape.leaf_k_padded * R;
+        for (int64_t i = 0; i < shape.leaf_k; i++)
+#pragma GCC unroll 16
+          for (int row = 0; row < R; row++) to[i * R + row] = to_float(from[row * x_stride + i]);
+        std::fill(to + shape.leaf_k * R, to + shape.leaf_k_padded * R, 0.0f);
+      }
+    });
   }
 
   static void multiply(const A* a, int rows, int64_t a_k, const T* b, int64_t b_panel, int panels, int64_t k, float* c,

@@ -18,7 +18,7 @@
 // Loops: blocks of rows are packed once into strips that the registers hold; a task is a few panels of one block.
 //
 //   for block of rows                       A, packed float32 or tiles: stays in L2 / L3
-//     for task = group of panels            dynamic over threads
+//     for task = group of panels            whichever thread is free
 //       for leaf, for k_stay inputs         as much of A as L2 holds: all of it when rows are few
 //         for panels that run together      ... so that the weight is then read front to back
 //           for chain of k

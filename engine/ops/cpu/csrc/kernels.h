@@ -1,7 +1,7 @@
 // What bindings.cpp calls: plain pointers, sizes and strides, no torch. Strides count elements.
 //
 // Every function obeys the op contract of engine/ops/__init__.py: a row's bits depend on that row's inputs alone, not
-// on the number of rows or threads. `threads` is the most OpenMP threads to use. T is float or bf16 unless said
+// on the number of rows or threads. `threads` is the most threads to use. T is float or bf16 unless said
 // otherwise.
 #pragma once
 

@@ -58,6 +58,9 @@ INLINE To bit_cast(From value) {
   return result;
 }
 
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
 INLINE Vec broadcast(float x) { return x - Vec{}; }  // x - 0 is x, signed zero too
 
 INLINE Vec fma(Vec a, Vec b, Vec c) {
