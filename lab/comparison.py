@@ -86,7 +86,8 @@ class Experiment:
         Times are judged with at least `MIN_PAIRS` pairs, unless the experiment is quick, and only where every trial of
         a seed completed the same requests. Counts are exact and always judged.
 
-        reasons: metric to the reason of its loss. Raises ValueError for one that is not in the table.
+        reasons: a metric, or the beginning of several metrics' names ("ITL"), to the reason of its loss; the longest
+        that fits counts. Raises ValueError for one that fits none in the table.
         """
         frame = self.frame()
         # A metric may be noted differently in each trial, as in "2 abort": every note once, in order.
@@ -104,10 +105,10 @@ class Experiment:
         self._withhold(rows)
         rows = pd.concat([rows, self._golden_row()])
         reasons = reasons or {}
-        if unknown := sorted(set(reasons) - set(rows.index)):
+        if unknown := sorted(name for name in reasons if not any(metric.startswith(name) for metric in rows.index)):
             raise ValueError(f"reasons for {unknown}, which are not metrics; they are {', '.join(rows.index)}")
         lost = rows["verdict"] == Verdict.WORSE
-        rows["reason"] = [reasons.get(metric, "") if lost[metric] else "" for metric in rows.index]
+        rows["reason"] = [_reason(reasons, metric) if lost[metric] else "" for metric in rows.index]
         rows["pairs"] = len(self._trials(Contrast.FEATURE, 0))
         columns = (
             "unit", "better", "baseline", "feature", "ratio", "low", "high", "noise_low", "noise_high", "change",
@@ -152,6 +153,11 @@ class Experiment:
             "note": "; ".join(f"{arm} is exempt: {reason}" for arm, reason in self.exempt.items()),
         }
         return pd.DataFrame([row], index=["Outputs equal to golden"])
+
+
+def _reason(reasons: Mapping[str, str], metric: str) -> str:
+    fitting = [name for name in reasons if metric.startswith(name)]
+    return reasons[max(fitting, key=len)] if fitting else ""
 
 
 def unexplained_losses(table: pd.DataFrame) -> list[str]:

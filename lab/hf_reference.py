@@ -36,10 +36,17 @@ class HuggingFace:
         return self._model(torch.tensor([list(token_ids)])).logits[0]
 
     @torch.inference_mode()
-    def generate(self, prompts: TokenPrompts, max_tokens: int, desc: str | None = None) -> dict[str, tuple[int, ...]]:
-        """Greedy ``generate`` in left-padded batches; tokens up to and including the end-of-sequence token."""
-        by_length = sorted(prompts, key=lambda name: len(prompts[name]))
-        batches = [by_length[i : i + _GENERATE_BATCH] for i in range(0, len(by_length), _GENERATE_BATCH)]
+    def generate(
+        self, prompts: TokenPrompts, max_tokens: int, expected: Outputs, desc: str | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """Greedy ``generate`` in left-padded batches; tokens up to and including the end-of-sequence token.
+
+        A batch takes as long as its longest answer, so those that are expected to be alike run together.
+        """
+        by_length = sorted(prompts, key=lambda name: len(prompts[name]), reverse=True)
+        rest = sorted(by_length[_GENERATE_BATCH:], key=lambda name: len(expected[name].token_ids))
+        order = by_length[:_GENERATE_BATCH] + rest  # the longest prompts by themselves: padding is computed too
+        batches = [order[i : i + _GENERATE_BATCH] for i in range(0, len(order), _GENERATE_BATCH)]
         pad, ends = self._padding()
         result: dict[str, tuple[int, ...]] = {}
         for batch in tqdm(batches, desc=desc, unit="batch", disable=desc is None):

@@ -315,6 +315,8 @@ def test_a_loss_without_a_reason_is_found_and_a_reason_stands_beside_its_loss() 
     assert reasons["TTFT p50"] == "waits for the batch"
     assert reasons["Requests failed"] == "", "a reason is shown only beside a loss"
     assert unexplained_losses(compared().reset_index()) == []
+    reasons = compared(1.3, {"TTFT": "of each TTFT", "TTFT p9": "of the tail"})["reason"]
+    assert (reasons["TTFT p50"], reasons["TTFT p95"]) == ("of each TTFT", "of the tail"), "the longest name that fits"
     with pytest.raises(ValueError, match=r"reasons for \['TTFT p5O'\], which are not metrics; they are TTFT p50"):
         compared(reasons={"TTFT p5O": "typo"})
 

@@ -19,6 +19,7 @@ from engine.execution import launch
 from engine.execution.communicator import SharedMemoryGroup
 from engine.execution.workers import WorkerError
 from engine.extension import BuildError
+from tests.namespaces import free_port, two_hosts
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [[5, 9, 200, 31], [7] * 17, list(range(40, 90))]
@@ -173,6 +174,22 @@ def test_torchrun_gives_the_same_bits(expected: list[Any], tmp_path: Path) -> No
         output, _ = torchrun.communicate()
     assert torchrun.returncode == 0
     assert output.strip() == repr(expected), "rank 0 alone goes on after LLM(...)"
+
+
+def test_torchrun_over_two_hosts_gives_the_same_bits(expected: list[Any], tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT.format(after="llm.close()"))
+    with two_hosts() as hosts:
+        processes, port = [], free_port()
+        for rank, host in enumerate(hosts):
+            command = [*host.prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+            command += [f"--node-rank={rank}", f"--master-addr={hosts[0].address}", f"--master-port={port}"]
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": host.interface}
+            command += [f"--local-addr={host.address}", str(script)]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [output.strip() for output in outputs] == [repr(expected), ""]
 
 
 def test_without_a_compiler_the_ranks_talk_through_gloo(expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
