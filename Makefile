@@ -16,10 +16,11 @@ FITS := import sys; sys.exit(sys.version_info < (3, 11))
 REFUSE := import sys; sys.version_info >= (3, 11) or sys.exit("Python %d.%d is too old, 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." % sys.version_info[:2])
 
 # What acceptance runs beyond a report's defaults.
-ACCEPT_0 := -p num_alone 64 -p pairs 20
+ACCEPT_0 := -p num_generated 64 -p num_alone 64 -p num_compositions 8 -p pairs 20 -p slow_down 0.25
+ACCEPT_1 := -p num_prompts 64 -p mode_pairs 12
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format report golden accept bench-ops bench-scheduler lab clean distclean
+.PHONY: help setup test lint format report golden accept bench-continuous bench-ops bench-scheduler lab clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +31,7 @@ setup: ## Make .venv, install the package with its dependencies, fetch the defau
 $(INSTALLED): pyproject.toml requirements.lock
 	@$(PY) -c '$(FITS)' 2>/dev/null || { $(PYTHON) -c '$(REFUSE)' && $(PYTHON) -m venv --clear $(VENV); }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --upgrade
-	$(PY) -m pip install --disable-pip-version-check -c requirements.lock -e '.[dev]'
+	$(PY) -m pip install --disable-pip-version-check --no-compile -c requirements.lock -e '.[dev]'
 	@touch $@
 
 $(FETCHED): $(INSTALLED) engine/models/hub.py engine/models/gguf_import.py
@@ -55,8 +56,14 @@ report: setup ## Run the notebooks and write reports/*.html (STAGE=n for one sta
 golden: setup ## Run a stage's golden matrix on the real model (STAGE=n, default 0)
 	$(PY) -m lab golden --stage $(or $(STAGE),0) $(ARGS)
 
-accept: test ## Accept a stage: the tests, then its full report (STAGE=n)
-	$(PY) -m lab report --stage $(or $(STAGE),0) $(ACCEPT_$(or $(STAGE),0))
+accept: test ## Accept stages: the tests, then each one's full report (STAGE=n, or STAGE="0 1")
+	@for stage in $(or $(STAGE),0); do $(MAKE) --no-print-directory accept-$$stage || exit 1; done
+
+accept-%: setup
+	$(PY) -m lab report --stage $* $(ACCEPT_$*)
+
+bench-continuous: setup ## Continuous against static batching on mixed_lengths, in pairs (TRACE=path: on a public trace)
+	$(PY) -m lab bench $(or $(TRACE),workloads/mixed_lengths.yaml) --options max_num_seqs=8 num_kv_blocks=512 --baseline batching=static --feature batching=continuous $(ARGS)
 
 bench-ops: setup ## Measure every op against torch's
 	$(PY) -m lab.bench_ops $(ARGS)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 DTYPES = ("auto", "float32", "bfloat16")
 OPS_BACKENDS = ("auto", "reference", "cpu")
+BATCHING = ("continuous", "static")
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 
@@ -28,6 +29,8 @@ class EngineConfig:
         num_kv_blocks: Blocks in the KV pool; excludes ``kv_cache_bytes``.
         kv_cache_bytes: Bytes for the KV pool; excludes ``num_kv_blocks``. With neither, the pool holds
             ``max_num_seqs`` requests of full length, or as much of that as fits 1 GiB.
+        batching: ``continuous`` lets requests join and leave at every step; ``static`` forms a batch when nothing is
+            running and keeps its seats and blocks until its last row ends (the baseline that the lab measures against).
         max_num_seqs: Most requests that run at once.
         max_num_batched_tokens: Most tokens of one step, decodes and prefills together. A whole prompt that is
             longer runs in a step in which it is the only prefill.
@@ -45,6 +48,7 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    batching: Literal["continuous", "static"] = "continuous"
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     ops: Literal["auto", "reference", "cpu"] = "auto"
@@ -64,7 +68,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} is not an integer; give a whole number of at least 1")
             if value < 1:
                 raise ConfigError(f"{name}={value} is below 1, the least the engine can work with; raise it")
-        for name, choices in (("dtype", DTYPES), ("ops", OPS_BACKENDS)):
+        for name, choices in (("dtype", DTYPES), ("ops", OPS_BACKENDS), ("batching", BATCHING)):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")

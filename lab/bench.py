@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.matrix import REFERENCE, Mode
 from lab.record import RunRecord
 
 if TYPE_CHECKING:
     from engine import LLM
-    from lab.experiment import Arm, Golden
+    from lab.experiment import Arm, Experiment, Golden
     from lab.workload import Workload, WorkloadSpec
 
 
@@ -47,18 +49,20 @@ class Replays:
         return drive(llm.core, self.of(seed), llm.encode, **options)
 
     def golden(self, llm: LLM, seeds: Sequence[int], desc: str | None = None) -> Golden:
-        """The golden answers: every request run by itself, whatever its arrival, on ``llm``."""
+        """The golden answers: a seed's requests together, whatever their arrivals; alone where ``llm`` has one seat."""
         from tqdm.auto import tqdm
 
         from engine import SamplingParams
         from lab.record import hash_tokens
 
         answers: dict[int, dict[str, str]] = {}
-        asked = [(seed, request) for seed in seeds for request in self.of(seed).requests]
-        for seed, request in tqdm(asked, desc=desc, unit="request", disable=desc is None):
-            params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
-            output = llm.generate([llm.encode(request.prompt)], params, use_tqdm=False)[0]
-            answers.setdefault(seed, {})[request.request_id] = hash_tokens(output.token_ids)
+        for seed in tqdm(seeds, desc=desc, unit="seed", disable=desc is None):
+            requests = self.of(seed).requests
+            params = [SamplingParams(max_tokens=one.max_tokens, ignore_eos=one.ignore_eos) for one in requests]
+            outputs = llm.generate([llm.encode(one.prompt) for one in requests], params, use_tqdm=False)
+            answers[seed] = {
+                one.request_id: hash_tokens(output.token_ids) for one, output in zip(requests, outputs, strict=True)
+            }
         return answers
 
 
@@ -76,6 +80,33 @@ def engine_arm(name: str, llm: LLM, replays: Replays, slow_down: Callable[[], No
             return replays.drive(llm, seed)
 
     return Arm(name, run, CacheState.NONE, lambda: CacheState.NONE)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A name for some engine options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+def option_experiment(
+    llm: LLM,
+    replays: Replays,
+    baseline: Configuration,
+    feature: Configuration,
+    golden: Golden,
+    *,
+    mode: Mode = REFERENCE,
+    **experiment: Any,
+) -> Experiment:
+    """``run_experiment`` of two configurations of ``llm``'s model, both in one mode; both engines live side by side."""
+    from lab.experiment import run_experiment
+
+    with mode.engine(llm, baseline.options) as off, mode.engine(llm, feature.options) as on:
+        return run_experiment(
+            engine_arm(baseline.name, off, replays), engine_arm(feature.name, on, replays), golden, **experiment
+        )
 
 
 class _Slowed:
@@ -108,8 +139,14 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "bench", description="Replays a workload through the engine; with --feature, two configurations in pairs."
     )
-    parser.add_argument("workload", type=Path, metavar="FILE", help="workload, as in workloads/quick_mix.yaml")
+    parser.add_argument(
+        "workload",
+        type=Path,
+        metavar="FILE",
+        help="workload, as in workloads/quick_mix.yaml, or a trace (.jsonl Mooncake, .csv Azure) to replay scaled down",
+    )
     parser.add_argument("--model", default="smollm2-135m", help="name, folder or random:<shape> (%(default)s)")
+    parser.add_argument("--options", nargs="*", default=[], metavar="OPTION=VALUE", help="engine options of every arm")
     parser.add_argument("--baseline", nargs="*", default=[], metavar="OPTION=VALUE", help="engine options of the run")
     parser.add_argument(
         "--feature", nargs="*", metavar="OPTION=VALUE", help="engine options of the arm held against it"
@@ -142,12 +179,12 @@ def _table(arguments: argparse.Namespace) -> str:
     from lab.metrics import summarise
     from lab.workload import load_workload
 
-    baseline = LLM(arguments.model, **_options(arguments.baseline))
+    baseline = LLM(arguments.model, **_options([*arguments.options, *arguments.baseline]))
     replays = Replays(load_workload(arguments.workload), baseline, arguments.traces)
     if arguments.feature is None:
         record = replays.drive(baseline, arguments.seeds[0], save_to=arguments.save, desc="requests")
         return summarise(record)[["metric", "value", "unit", "n", "note"]].to_string(index=False)
-    feature = LLM(arguments.model, **_options(arguments.feature))
+    feature = LLM(arguments.model, **_options([*arguments.options, *arguments.feature]))
     experiment = run_experiment(
         engine_arm("baseline", baseline, replays),
         engine_arm("feature", feature, replays),

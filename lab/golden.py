@@ -20,10 +20,16 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from engine import LLM, RequestOutput, SamplingParams
+from engine.core import StepStats
 
 TokenPrompts = Mapping[str, tuple[int, ...]]
 Outputs = dict[str, "GoldenOutput"]
 CellStatus = Literal["reference", "equal", "different", "absent"]
+Observe = Callable[[StepStats], Any]
+
+
+def _ignore(stats: StepStats) -> None:
+    """What observes a run that needs no observer."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +113,66 @@ def encode(llm: LLM, prompts: Sequence[GoldenPrompt]) -> dict[str, tuple[int, ..
     return {prompt.prompt_id: llm.tokenizer.encode_chat(prompt.messages) for prompt in prompts}
 
 
-def run_cell(llm: LLM, prompts: TokenPrompts, params: SamplingParams, desc: str | None = None) -> Outputs:
-    """Run every prompt, all added at once, in the mapping's order."""
+def run_cell(
+    llm: LLM, prompts: TokenPrompts, params: SamplingParams, desc: str | None = None, observe: Observe = _ignore
+) -> Outputs:
+    """Run every prompt, all added at once, in the mapping's order; ``observe`` sees every step's statistics."""
     pending = {llm.add_request(ids, params, f"golden:{name}"): name for name, ids in prompts.items()}
     done: Outputs = {}
     with tqdm(total=len(pending), desc=desc, unit="prompt", disable=desc is None) as bar:
         while len(done) < len(prompts):
-            for output in llm.step()[1]:
+            _, outputs, stats = llm.step()
+            if stats is not None:
+                observe(stats)
+            for output in outputs:
                 if output.request_id in pending:
                     done[pending[output.request_id]] = GoldenOutput.of(output)
                     bar.update()
     return {name: done[name] for name in prompts}
 
 
-def run_alone(llm: LLM, prompts: TokenPrompts, params: SamplingParams, desc: str | None = None) -> Outputs:
+def run_alone(
+    llm: LLM, prompts: TokenPrompts, params: SamplingParams, desc: str | None = None, observe: Observe = _ignore
+) -> Outputs:
     """Run every prompt by itself, one after the other."""
     names = tqdm(prompts, desc=desc, unit="prompt", disable=desc is None)
-    return {name: run_cell(llm, {name: prompts[name]}, params)[name] for name in names}
+    return {name: run_cell(llm, {name: prompts[name]}, params, observe=observe)[name] for name in names}
+
+
+def run_among_aborts(
+    llm: LLM,
+    prompts: TokenPrompts,
+    params: SamplingParams,
+    desc: str | None = None,
+    observe: Observe = _ignore,
+    seed: int = 0,
+) -> Outputs:
+    """Run every prompt, arriving in random order a few at a time, beside other requests that are aborted at random."""
+    generator = random.Random(seed)
+    arriving = generator.sample(list(prompts), len(prompts))
+    pending: dict[str, str] = {}
+    strangers: list[str] = []
+    done: Outputs = {}
+    with tqdm(total=len(prompts), desc=desc, unit="prompt", disable=desc is None) as bar:
+        while len(done) < len(prompts):
+            for _ in range(min(generator.randint(0, 3), len(arriving))):
+                name = arriving.pop()
+                pending[llm.add_request(prompts[name], params, f"golden:{name}")] = name
+                if generator.random() < 0.5:
+                    stranger = prompts[generator.choice(list(prompts))][::-1]
+                    strangers.append(llm.add_request(stranger, params))
+            if strangers and generator.random() < 0.2:
+                llm.abort(strangers.pop(generator.randrange(len(strangers))))
+            _, outputs, stats = llm.step()
+            if stats is not None:
+                observe(stats)
+            for output in outputs:
+                if output.request_id in pending:
+                    done[pending[output.request_id]] = GoldenOutput.of(output)
+                    bar.update()
+    for request_id in strangers:
+        llm.abort(request_id)
+    return {name: done[name] for name in prompts}
 
 
 def first_difference(name: str, expected: GoldenOutput, actual: GoldenOutput) -> Difference | None:

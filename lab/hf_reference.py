@@ -1,7 +1,8 @@
 """The outside reference: Hugging Face transformers on the same weights, in float32.
 
 The rule: teacher-forced on our tokens, our token lies within ``TIE`` logits of the maximum at every position; and its
-own ``generate`` gives the same tokens up to the first such tie.
+own ``generate`` gives the same tokens up to the first such tie. (Greedy search follows the maximum, so the first half
+implies the second as far as its cached and batched decoding computes what one whole pass does; it is run to show it.)
 """
 
 from __future__ import annotations
@@ -92,19 +93,19 @@ def teacher_forced(hf: HuggingFace, prompts: TokenPrompts, outputs: Outputs, des
 
 
 def judge(forced: pd.DataFrame, outputs: Outputs, generated: Mapping[str, tuple[int, ...]]) -> pd.DataFrame:
-    """The rule, prompt by prompt.
+    """The rule, prompt by prompt; its second half for the prompts that were ``generated``.
 
     Returns:
         One row a prompt: prompt_id, tokens, worst_margin, first_tie (the first position where Hugging Face's two
-        largest logits lie within ``TIE``, or None), same_until_tie, passed.
+        largest logits lie within ``TIE``, or None), same_until_tie (None where not generated), passed.
     """
     rows = []
     for name, group in forced.groupby("prompt_id", sort=False):
         ties = group.loc[group["gap"] <= TIE, "position"]
         first_tie = int(ties.iloc[0]) if len(ties) else None
-        mine, other = outputs[str(name)].token_ids, generated[str(name)]
-        same = mine[:first_tie] == other[:first_tie]
+        mine, other = outputs[str(name)].token_ids, generated.get(str(name))
+        same = None if other is None else mine[:first_tie] == other[:first_tie]
         worst = float(group["margin"].max())
-        rows.append((name, len(mine), worst, first_tie, same, same and worst <= TIE))
+        rows.append((name, len(mine), worst, first_tie, same, same is not False and worst <= TIE))
     columns = ["prompt_id", "tokens", "worst_margin", "first_tie", "same_until_tie", "passed"]
     return pd.DataFrame(rows, columns=columns)

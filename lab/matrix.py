@@ -7,10 +7,12 @@ import contextlib
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+from lab.acted import Acted
 from lab.paths import repository_root
 
 if TYPE_CHECKING:
@@ -33,11 +35,12 @@ class Mode:
         return f"TP {self.size}, {'graph' if self.graph else 'eager'}"
 
     @contextlib.contextmanager
-    def engine(self, llm: LLM) -> Iterator[LLM]:
-        """``llm`` in this mode: itself where it is, else another engine of its model for the while."""
+    def engine(self, llm: LLM, options: Mapping[str, Any] = MappingProxyType({})) -> Iterator[LLM]:
+        """``llm`` in this mode, with ``options``: itself where it is, else another engine of its model meanwhile."""
         from engine import LLM
 
-        config = dataclasses.replace(llm.config, tensor_parallel_size=self.size, enforce_eager=not self.graph)
+        mode: dict[str, Any] = {"tensor_parallel_size": self.size, "enforce_eager": not self.graph}
+        config = dataclasses.replace(llm.config, **mode, **options)
         if config == llm.config:
             yield llm
             return
@@ -65,6 +68,58 @@ def modes(sizes: Sequence[int] = TENSOR_PARALLEL_SIZES) -> tuple[Mode, ...]:
     return tuple(Mode(size, graph) for size in sorted({1, *sizes}) for graph in (False, True))
 
 
+def _nothing_to_show(acted: Acted) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a matrix: how the engine differs from the one given, how the prompts are put to it, and what it proves.
+
+    Attributes:
+        name: The row's label.
+        options: Engine options of the row.
+        runner: The name of the function of ``lab.golden`` that puts the prompts to the engine.
+        acted: From what the steps show, a sentence that says how the feature acted. Raises AssertionError where it did
+            not: the cell could not have failed.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    runner: str = "run_cell"
+    acted: Callable[[Acted], str] = _nothing_to_show
+
+
+@dataclass(frozen=True)
+class StageMatrix:
+    """The rows of a stage's matrix; ``reference`` in the reference mode defines the answers."""
+
+    reference: Variant
+    variants: tuple[Variant, ...]
+
+
+STATIC = {"batching": "static"}
+CONTINUOUS = {"batching": "continuous"}
+
+
+def _joined(acted: Acted) -> str:
+    assert acted.joined > 0, "no request joined a batch that another had left"
+    return f"{acted.joined} requests joined mid-batch in {acted.steps} steps"
+
+
+STAGES: Mapping[int, StageMatrix] = {
+    0: StageMatrix(Variant("alone", STATIC, "run_alone"), (Variant("static batches", STATIC),)),
+    1: StageMatrix(
+        Variant("static", STATIC),
+        (
+            Variant("static", STATIC),
+            Variant("continuous", CONTINUOUS, acted=_joined),
+            Variant("continuous, random arrivals and aborts", CONTINUOUS, "run_among_aborts", _joined),
+        ),
+    ),
+}
+
+
 def golden_matrix(
     stage: int,
     llm: LLM,
@@ -73,11 +128,11 @@ def golden_matrix(
     progress: bool = False,
     sizes: Sequence[int] = TENSOR_PARALLEL_SIZES,
 ) -> tuple[pd.DataFrame, Outputs]:
-    """Run a stage's matrix.
+    """Run a stage's matrix: every row in every mode, held against the reference.
 
     Args:
-        stage: 0 holds static batches, in every mode, against every prompt alone in the reference mode.
-        llm: An idle engine: the model, dtype and limits; modes that it is not in run in engines of their own. One with
+        stage: Whose ``STAGES``.
+        llm: An idle engine: the model, dtype and limits; what differs from it runs in engines of their own. One with
             a tokenizer takes the chat prompts of ``workloads/prompts.jsonl``, one without seeded token ids.
         num_prompts: Prompts, from the first.
         max_tokens: Longest answer, tokens.
@@ -92,32 +147,33 @@ def golden_matrix(
     """
     from engine import SamplingParams
     from engine.execution.parallel import largest_size
-    from lab.golden import Cell, explain, run_alone, run_cell, run_matrix
+    from lab import golden
 
-    if stage != 0:
-        raise ValueError(f"stage {stage} has no golden matrix; the stages that do: 0")
+    if stage not in STAGES:
+        raise ValueError(f"stage {stage} has no golden matrix; the stages that do: {', '.join(map(str, STAGES))}")
+    matrix = STAGES[stage]
     prompts, params = golden_prompts(llm, num_prompts), SamplingParams(max_tokens=max_tokens)
 
-    def alone() -> Outputs:
-        with REFERENCE.engine(llm) as engine:
-            return run_alone(engine, prompts, params, "each prompt alone" if progress else None)
+    def cell(variant: Variant, mode: Mode) -> Cell:
+        acted, shown = Acted(), []
 
-    def batched(mode: Mode) -> Cell:
         def run() -> Outputs:
-            with mode.engine(llm) as engine:
-                outputs = run_cell(engine, prompts, params, f"static batches, {mode}" if progress else None)
-                seen.append(mode.proof(engine))
+            with mode.engine(llm, variant.options) as engine:
+                desc = f"{variant.name}, {mode}" if progress else None
+                outputs: Outputs = getattr(golden, variant.runner)(engine, prompts, params, desc, acted.see)
+                shown.append(mode.proof(engine))
             return outputs
 
-        seen: list[str] = []
-        return Cell("static batches", str(mode), run, lambda: f"batches of up to {most} of {len(prompts)}; {seen[-1]}")
+        return golden.Cell(
+            variant.name, str(mode), run, lambda: "; ".join(filter(None, (variant.acted(acted), *shown)))
+        )
 
-    most = llm.config.max_num_seqs
     columns = [mode for mode in modes(sizes) if mode.size <= largest_size(llm.model_config)]
-    return run_matrix(
-        Cell("alone", str(REFERENCE), alone),
-        [batched(mode) for mode in columns],
-        lambda expected, found: explain(llm, prompts, expected, found),
+    cells = [(variant, mode) for variant in matrix.variants for mode in columns]
+    return golden.run_matrix(
+        cell(matrix.reference, REFERENCE),
+        [cell(*place) for place in cells if place != (matrix.reference, REFERENCE)],
+        lambda expected, found: golden.explain(llm, prompts, expected, found),
     )
 
 

@@ -36,10 +36,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from lab.distributions import Arrival, Count, OutputLength, Schema, WorkloadError, invalid
 from lab.sources import BuildContext, Prompt, PromptSource, TraceSource, available
-from lab.traces import TRACES_VARIABLE, TraceError
+from lab.traces import TRACES_VARIABLE, TraceError, TraceFormat
 
 __all__ = ["Workload", "WorkloadError", "WorkloadRequest", "WorkloadSpec", "load_workload", "preview"]
 
+TRACE_SUFFIXES = {".jsonl": TraceFormat.MOONCAKE, ".csv": TraceFormat.AZURE}
 PREVIEW_VOCAB_SIZE = 49152
 PREVIEW_MAX_MODEL_LEN = 8192
 _BAR = 40
@@ -228,11 +229,13 @@ class WorkloadSpec:
 
 
 def load_workload(path: Path | str) -> WorkloadSpec:
-    """Reads and validates a workload file.
+    """Reads and validates a workload file; a public trace (`TRACE_SUFFIXES`) becomes its `trace_replay`.
 
     Raises WorkloadError that names the file, each wrong key, its value, its limit and the remedy.
     """
     path = Path(path)
+    if path.suffix in TRACE_SUFFIXES:
+        return trace_replay(path)
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
@@ -249,6 +252,48 @@ def load_workload(path: Path | str) -> WorkloadSpec:
             if not (details["type"] == "too_short" and details["input"])
         ]
         raise WorkloadError("\n".join(problems)) from error
+
+
+def trace_replay(
+    path: Path,
+    *,
+    count: int = 32,
+    prompt_scale: float = 1 / 32,
+    output_scale: float = 1 / 8,
+    time_scale: float = 0.1,
+    max_prompt_tokens: int = 1024,
+    max_output_tokens: int = 128,
+) -> WorkloadSpec:
+    """The first `count` requests of a public trace, scaled down to a small model on a small machine.
+
+    Production prompts have thousands of tokens; the defaults keep the shape of the lengths and of the arrivals, and
+    shared prefixes stay whole blocks. What is longer than the limits is clipped to them.
+
+    Raises WorkloadError for a file whose name ends in none of `TRACE_SUFFIXES`, or a value out of range.
+    """
+    if path.suffix not in TRACE_SUFFIXES:
+        raise WorkloadError(f"{path}: a trace is one of {', '.join(TRACE_SUFFIXES)}; rename it or write a workload")
+    trace = {
+        "format": TRACE_SUFFIXES[path.suffix],
+        "file": str(path.absolute()),
+        "prompt_scale": prompt_scale,
+        "output_scale": output_scale,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_output_tokens": max_output_tokens,
+    }
+    replay = {
+        "name": "replay",
+        "count": count,
+        "trace": trace,
+        "prompt": {"source": "trace"},
+        "output": {"tokens": {"distribution": "trace"}},
+        "arrival": {"process": "trace", "time_scale": time_scale},
+    }
+    description = f"The first {count} requests of the trace {path.name}, scaled down."
+    try:
+        return WorkloadSpec(path, WorkloadFile.model_validate({"description": description, "classes": [replay]}))
+    except ValidationError as error:
+        raise WorkloadError(f"{path}: {error}") from error
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -341,7 +386,12 @@ def add_command(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subparsers.add_parser(
         "workload", description="Shows what a workload file asks: counts, lengths, first arrivals, content hash."
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="workload, as in workloads/quick_mix.yaml")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="workload, as in workloads/quick_mix.yaml, or a trace (.jsonl Mooncake, .csv Azure)",
+    )
     parser.add_argument("--seed", type=int, help="seed to use in place of the file's")
     parser.add_argument(
         "--traces", type=Path, metavar="DIR", help=f"folder of the traces (default: ${TRACES_VARIABLE})"

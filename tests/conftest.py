@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from engine.tokenizer import Tokenizer
 
 # Tiny tensors: a second thread costs more in barriers than it computes, most of all where others use the machine.
 torch.set_num_threads(1)
+# A shell starts what runs in its background with SIGINT ignored, and children inherit that: the tests need Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Never judge a time: a busy machine would fail a correct program.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

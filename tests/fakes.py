@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
+from engine.config import EngineConfig
 from engine.execution.results import StepResult
 from engine.kv.block_pool import BlockPool
-from engine.kv.prefix_cache import NoPrefixCache
 from engine.request import Request, SamplingParams
-from engine.scheduler.admission import StaticAdmission
-from engine.scheduler.loop import ScheduledRequest, Scheduler
-from engine.scheduler.prefill import WholePrompt
+from engine.scheduler.loop import ScheduledRequest, Scheduler, StepPlan
 
 VOCAB = 97
 EOS = 0
@@ -66,33 +65,18 @@ class FakeRunner:
         return request.block_table[position // self._block_size] * self._block_size + position % self._block_size
 
 
-def static_scheduler(
-    num_blocks: int = 64,
-    block_size: int = 4,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int = 32,
-    max_model_len: int = 64,
-) -> tuple[Scheduler, FakeRunner]:
-    """A static-baseline scheduler and a fake runner whose freed blocks are poisoned, with all checks on."""
-    runner = FakeRunner(num_blocks, block_size)
-    pool = BlockPool(num_blocks, on_free=runner.poison)
-    scheduler = Scheduler(
-        pool,
-        StaticAdmission(pool, max_num_seqs),
-        WholePrompt(),
-        NoPrefixCache(),
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        eos_token_ids=(EOS,),
-        check_invariants=True,
-    )
-    return scheduler, runner
+def make_scheduler(max_model_len: int = 64, **options: Any) -> tuple[Scheduler, FakeRunner]:
+    """A scheduler with the engine's options and a fake runner; freed blocks are poisoned, and all checks are on."""
+    small = {"num_kv_blocks": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    config = EngineConfig.from_options(small | options | {"check_invariants": True})
+    assert config.num_kv_blocks is not None
+    runner = FakeRunner(config.num_kv_blocks, config.block_size)
+    pool = BlockPool(config.num_kv_blocks, on_free=runner.poison)
+    return Scheduler.from_config(config, pool, max_model_len, (EOS,)), runner
 
 
-def run_step(scheduler: Scheduler, runner: FakeRunner) -> list[Request]:
-    """One step; the requests that took a token."""
-    plan = scheduler.schedule()
+def run_step(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan | None = None) -> list[Request]:
+    """Execute a plan, or the next one; the requests that took a token."""
+    plan = scheduler.schedule() if plan is None else plan
     assert plan.scheduled or not scheduler.has_unfinished
     return scheduler.update(plan, runner.execute(plan.scheduled).samples)

@@ -21,7 +21,7 @@ from lab.drive import drive
 from lab.experiment import GoldenMismatchError, run_experiment
 from lab.record import RunRecord, hash_tokens
 from lab.workload import Workload, WorkloadRequest, load_workload
-from tests.fakes import VOCAB, expected_tokens, static_scheduler
+from tests.fakes import VOCAB, expected_tokens, make_scheduler
 
 ROOT = Path(__file__).parent.parent
 MIX = """
@@ -53,7 +53,7 @@ def workload(*requests: tuple[float, int, int]) -> Workload:
 
 
 def fake_core(**options: Any) -> EngineCore:
-    scheduler, runner = static_scheduler(**options)
+    scheduler, runner = make_scheduler(**options)
     return EngineCore(scheduler, runner, VOCAB)
 
 
@@ -87,7 +87,7 @@ def test_refused_requests_are_recorded_and_the_others_run() -> None:
 
 
 def test_an_interrupt_keeps_partial_records_and_frees_the_engine(tmp_path: Path) -> None:
-    scheduler, runner = static_scheduler(max_num_seqs=2)
+    scheduler, runner = make_scheduler(batching="static", max_num_seqs=2)
 
     class Interrupting:
         num_kv_blocks, poison, calls = runner.num_kv_blocks, runner.poison, 0

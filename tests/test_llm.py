@@ -184,7 +184,7 @@ def test_bad_sampling_params(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"max_seqs": 3}, "unknown engine option max_seqs=3; did you mean 'max_num_seqs'"),
-        ({"zzz": 3}, "unknown engine option zzz=3; the options are block_size"),
+        ({"zzz": 3}, "unknown engine option zzz=3; the options are batching, block_size"),
         ({"num_kv_blocks": 4, "kv_cache_bytes": 4}, "num_kv_blocks=4 and kv_cache_bytes=4 both size"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens=8 is below max_num_seqs=32"),
         ({"block_size": 0}, "block_size=0 is below 1"),

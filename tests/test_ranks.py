@@ -158,11 +158,14 @@ def test_workers_end_with_rank_0_however_it_ends(
     expected: list[Any], end: Callable[[subprocess.Popen[str]], None]
 ) -> None:
     with start("import time\nwhile True: llm.generate([[5]], use_tqdm=False)", stderr=subprocess.DEVNULL) as leader:
-        assert leader.stdout is not None and leader.stdout.readline().strip() == repr(expected)
-        workers = psutil.Process(leader.pid).children()
-        assert len(workers) == 1
-        end(leader)
-        assert all(ends(worker) for worker in workers)
+        try:
+            assert leader.stdout is not None and leader.stdout.readline().strip() == repr(expected)
+            workers = psutil.Process(leader.pid).children()
+            assert len(workers) == 1
+            end(leader)
+            assert all(ends(worker) for worker in workers)
+        finally:
+            leader.kill()
 
 
 def test_torchrun_gives_the_same_bits(expected: list[Any], tmp_path: Path) -> None:

@@ -4,97 +4,30 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.kv.block_pool import BlockPool
 from engine.request import Request, RequestError, SamplingParams
 from engine.scheduler.loop import Scheduler
-from tests.fakes import EOS, VOCAB, expected_tokens, run_step, static_scheduler
-
-MAX_MODEL_LEN = 40
-
-
-class StaticSchedules(RuleBasedStateMachine):
-    """Random arrivals, aborts and steps: every finished request has exactly the tokens of the model alone."""
-
-    @initialize(
-        num_blocks=st.integers(10, 40),
-        block_size=st.sampled_from([1, 2, 4, 16]),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(6, 48),
-    )
-    def start(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int) -> None:
-        self.scheduler, self.runner = static_scheduler(num_blocks, block_size, max_num_seqs, budget, MAX_MODEL_LEN)
-        self.requests: dict[str, Request] = {}
-        self.order: list[str] = []
-
-    @rule(
-        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_MODEL_LEN + 2),
-        max_tokens=st.integers(1, 12),
-        ignore_eos=st.booleans(),
-        stops=st.lists(st.integers(0, VOCAB - 1), max_size=4),
-    )
-    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool, stops: list[int]) -> None:
-        params = SamplingParams(max_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stops))
-        request = Request(str(len(self.requests)), tuple(prompt), params, 0.0)
-        try:
-            self.scheduler.validate(request)
-        except RequestError:
-            return
-        self.scheduler.add(request)
-        self.requests[request.request_id] = request
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            before = set(map(id, self.scheduler.running))
-            sampled = run_step(self.scheduler, self.runner)
-            self.order += [r.request_id for r in self.scheduler.running if id(r) not in before]
-            for request in sampled:
-                if request.finish_reason is not None:
-                    self.verify(request)
-
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        live = [*self.scheduler.waiting, *self.scheduler.running]
-        if live:
-            request = data.draw(st.sampled_from(live), label="abort")
-            held, table = self.scheduler.pool.num_held, len(request.block_table)
-            self.scheduler.abort(request)
-            assert self.scheduler.pool.num_held <= held - table, "an abort frees its blocks at once"
-            assert request.finish_reason == "abort"
-
-    @invariant()
-    def conserved(self) -> None:
-        if hasattr(self, "scheduler"):
-            self.scheduler.check()
-
-    def verify(self, request: Request) -> None:
-        expected = expected_tokens(request.prompt_token_ids, request.params, MAX_MODEL_LEN)
-        assert request.token_ids[request.num_prompt_tokens :] == expected
-
-    def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        for _ in range(10_000):
-            if not self.scheduler.has_unfinished:
-                break
-            self.step(1)
-        assert not self.scheduler.has_unfinished, "requests wait for ever"
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
-        assert self.scheduler.pool.num_promised == 0
-        assert [int(i) for i in self.order] == sorted(int(i) for i in self.order), (
-            "admission is first come first served"
-        )
-        for request in self.requests.values():
-            assert request.finish_reason is not None
+from tests.fakes import EOS, VOCAB, expected_tokens, make_scheduler, run_step
+from tests.schedules import Schedules, machine
 
 
-StaticSchedules.TestCase.settings = settings(
-    max_examples=2000, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestStaticSchedules = StaticSchedules.TestCase
+class StaticSchedules(Schedules):
+    """The baseline."""
+
+    OPTIONS = st.just({"batching": "static"})
+
+
+TestStaticSchedules = machine(StaticSchedules)
+
+
+class ContinuousSchedules(Schedules):
+    """Requests join and leave at every step."""
+
+    OPTIONS = st.just({"batching": "continuous"})
+
+
+TestContinuousSchedules = machine(ContinuousSchedules)
 
 
 def request(name: str, num_prompt: int, max_tokens: int, ignore_eos: bool = True) -> Request:
@@ -117,7 +50,7 @@ def names(requests: list[Request]) -> list[str]:
 
 
 def test_static_batch_forms_once_and_frees_when_its_last_row_ends() -> None:
-    scheduler, runner = static_scheduler(max_num_seqs=2)
+    scheduler, runner = make_scheduler(batching="static", max_num_seqs=2)
     a, b, c = request("a", 5, 2), request("b", 5, 6), request("c", 5, 2)
     add(scheduler, a, b, c)
     run_step(scheduler, runner)
@@ -136,7 +69,7 @@ def test_static_batch_forms_once_and_frees_when_its_last_row_ends() -> None:
 
 
 def test_static_batch_stays_open_while_steps_admit() -> None:
-    scheduler, runner = static_scheduler(max_num_seqs=3, max_num_batched_tokens=10)
+    scheduler, runner = make_scheduler(batching="static", max_num_seqs=3, max_num_batched_tokens=10)
     add(scheduler, request("a", 8, 9), request("b", 8, 9), request("c", 8, 9))
     for expected in (["a"], ["a", "b"], ["a", "b", "c"]):
         run_step(scheduler, runner)
@@ -144,7 +77,7 @@ def test_static_batch_stays_open_while_steps_admit() -> None:
 
 
 def test_static_batch_closes_when_a_step_admits_nobody() -> None:
-    scheduler, runner = static_scheduler(max_num_seqs=3)
+    scheduler, runner = make_scheduler(batching="static", max_num_seqs=3)
     add(scheduler, request("a", 4, 6))
     run_step(scheduler, runner)
     run_step(scheduler, runner)
@@ -154,14 +87,14 @@ def test_static_batch_closes_when_a_step_admits_nobody() -> None:
 
 
 def test_a_prompt_longer_than_the_budget_runs_whole_and_is_the_only_prefill() -> None:
-    scheduler, _ = static_scheduler(max_num_batched_tokens=8, max_num_seqs=4)
+    scheduler, _ = make_scheduler(max_num_batched_tokens=8, max_num_seqs=4)
     add(scheduler, request("long", 20, 2), request("short", 2, 2))
     plan = scheduler.schedule()
     assert [(item.request.request_id, item.num_tokens) for item in plan.scheduled] == [("long", 20)]
 
 
 def test_queue_head_that_waits_for_blocks_stops_later_ones_that_would_fit() -> None:
-    scheduler, runner = static_scheduler(num_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler, runner = make_scheduler(num_kv_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     add(scheduler, request("a", 16, 5), request("big", 16, 5), request("small", 2, 2))
     run_step(scheduler, runner)
     assert names(scheduler.running) == ["a"]
@@ -169,7 +102,7 @@ def test_queue_head_that_waits_for_blocks_stops_later_ones_that_would_fit() -> N
 
 
 def test_requests_that_can_never_run_are_refused_with_the_numbers() -> None:
-    scheduler, _ = static_scheduler(num_blocks=3, block_size=4, max_model_len=64)
+    scheduler, _ = make_scheduler(num_kv_blocks=3, block_size=4, max_model_len=64)
     with pytest.raises(RequestError, match=r"64 tokens .* max_model_len=64; shorten"):
         scheduler.validate(request("long", 64, 1))
     with pytest.raises(
@@ -180,7 +113,7 @@ def test_requests_that_can_never_run_are_refused_with_the_numbers() -> None:
 
 
 def test_pool_exactly_as_large_as_one_request() -> None:
-    scheduler, runner = static_scheduler(num_blocks=3, block_size=4)
+    scheduler, runner = make_scheduler(num_kv_blocks=3, block_size=4)
     one, two = request("one", 8, 5), request("two", 8, 5)
     add(scheduler, one, two)
     while scheduler.has_unfinished:
@@ -190,7 +123,7 @@ def test_pool_exactly_as_large_as_one_request() -> None:
 
 
 def test_stop_reasons() -> None:
-    scheduler, runner = static_scheduler(max_model_len=20)
+    scheduler, runner = make_scheduler(max_model_len=20)
     natural = request("natural", 3, 200, ignore_eos=False)
     expected = expected_tokens(natural.prompt_token_ids, natural.params, 20)
     stopping = Request("stop", natural.prompt_token_ids, SamplingParams(9, stop_token_ids=(expected[2],)), 0.0)
@@ -233,7 +166,7 @@ def test_pool_refuses_misuse(misuse: str) -> None:
 @pytest.mark.parametrize("fault", ["stale block", "wrong slot"])
 def test_the_fake_model_notices_a_fault(fault: str) -> None:
     """The test bench itself can fail: a fault in the block table changes tokens."""
-    scheduler, runner = static_scheduler()
+    scheduler, runner = make_scheduler()
     one = request("one", 9, 4)
     add(scheduler, one)
     run_step(scheduler, runner)

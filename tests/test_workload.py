@@ -12,7 +12,7 @@ import yaml
 
 from lab import workload as workload_module
 from lab.traces import TraceError
-from lab.workload import Workload, WorkloadError, WorkloadSpec, load_workload, preview
+from lab.workload import Workload, WorkloadError, WorkloadSpec, load_workload, preview, trace_replay
 
 ROOT = Path(__file__).parents[1]
 WORKLOADS = ROOT / "workloads"
@@ -265,7 +265,7 @@ def test_a_trace_can_give_only_the_arrivals(tmp_path: Path) -> None:
     ("name", "content_hash"),
     [
         ("quick_mix", "b52289fc67b5e72d3f1ccfeb791c1a5659375f1ba4e7fe0246bcfd812430839e"),
-        ("uniform", "6175e7c7d7c229c98b9b50acfbea7d1cb25381bbeec4f3283fb7e839e26c8e8b"),
+        ("uniform", "9b77b0f7e802db258087a384c6dd1e7a9188fc6166ebef98c3724fc1ffa40a56"),
     ],
 )
 def test_the_projects_workloads_are_frozen(name: str, content_hash: str) -> None:
@@ -467,3 +467,23 @@ def test_workloads_need_no_engine() -> None:
     """A preview answers at once: nothing of torch or the engine is imported for it."""
     code = "import sys, lab.workload; sys.exit(any(name.split('.')[0] in ('torch', 'engine') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_trace_is_replayed_scaled_down(tmp_path: Path) -> None:
+    rows = [(i * 1000, 512 + 64 * i, 80, list(range(-(-(512 + 64 * i) // 512)))) for i in range(40)]
+    lines = [
+        json.dumps(dict(zip(("timestamp", "input_length", "output_length", "hash_ids"), row, strict=True)))
+        for row in rows
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    built = load_workload(path).build(vocab_size=100, max_model_len=2048)
+    assert len(built.requests) == 32 and built.name == "trace"
+    assert [r.num_prompt_tokens for r in built.requests[:3]] == [16, 18, 20]
+    assert [r.max_tokens for r in built.requests[:3]] == [10, 10, 10]
+    assert [r.arrival_s for r in built.requests[:3]] == pytest.approx([0.0, 0.1, 0.2])
+    assert len({r.prompt[:16] for r in built.requests}) == 1, "what shares a hash id shares its tokens"
+    with pytest.raises(WorkloadError, match=r"a trace is one of \.jsonl, \.csv"):
+        trace_replay(tmp_path / "trace.parquet")
+    with pytest.raises(WorkloadError, match="count"):
+        trace_replay(path, count=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from engine.config import EngineConfig
 from engine.kv.block_pool import BlockPool
 from engine.request import Request
 
@@ -73,3 +74,36 @@ class StaticAdmission:
 
     def held(self) -> tuple[Request, ...]:
         return tuple(self._held)
+
+
+class ContinuousAdmission:
+    """Requests join at every step while seats and blocks last, and a finished one's blocks go back at once.
+
+    Iteration-level scheduling (Orca, Yu et al., OSDI 2022).
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def may_join(self, num_running: int) -> bool:
+        return True
+
+    def joined(self) -> None:
+        return None
+
+    def end_schedule(self, num_admitted: int, num_running: int) -> None:
+        return None
+
+    def release(self, request: Request) -> None:
+        give_back(request, self._pool)
+
+    def drained(self) -> None:
+        return None
+
+    def held(self) -> tuple[Request, ...]:
+        return ()
+
+
+def make_admission(config: EngineConfig, pool: BlockPool) -> Admission:
+    """The policy that ``config.batching`` names."""
+    return ContinuousAdmission(pool) if config.batching == "continuous" else StaticAdmission(pool, config.max_num_seqs)

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.kv.block_pool import BlockPool
 from engine.kv.prefix_cache import NoPrefixCache, PrefixCacheLike
 from engine.request import FinishReason, Request, RequestError
-from engine.scheduler.admission import Admission, StaticAdmission, give_back
+from engine.scheduler.admission import Admission, give_back, make_admission
 from engine.scheduler.prefill import Prefill, WholePrompt
 
 
@@ -86,7 +86,7 @@ class Scheduler:
         """The factory: which policy each option substitutes."""
         return cls(
             pool,
-            admission=StaticAdmission(pool, config.max_num_seqs),
+            admission=make_admission(config, pool),
             prefill=WholePrompt(),
             cache=NoPrefixCache(),
             block_size=config.block_size,
