@@ -32,8 +32,10 @@ class EngineConfig:
         batching: ``continuous`` lets requests join and leave at every step; ``static`` forms a batch when nothing is
             running and keeps its seats and blocks until its last row ends (the baseline that the lab measures against).
         max_num_seqs: Most requests that run at once.
-        max_num_batched_tokens: Most tokens of one step, decodes and prefills together. A whole prompt that is
-            longer runs in a step in which it is the only prefill.
+        enable_chunked_prefill: Split prompts over steps, so that a step never exceeds ``max_num_batched_tokens`` and
+            decodes do not wait for long prompts. False computes every prompt whole.
+        max_num_batched_tokens: Most tokens of one step, decodes and prefills together: the chunk size. Without chunked
+            prefill a prompt that is longer runs in a step in which it is the only prefill.
         ops: Op set: ``cpu`` (compiled on first use), ``reference`` (torch, any device, slow), or ``auto`` (the fastest
             that is available).
         num_threads: Threads of the ops on the CPU, of each rank; None takes torch's own choice, divided by the ranks.
@@ -50,7 +52,8 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     batching: Literal["continuous", "static"] = "continuous"
     max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    max_num_batched_tokens: int = 128
     ops: Literal["auto", "reference", "cpu"] = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
@@ -72,9 +75,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
-        for name in ("check_invariants", "enforce_eager"):
+        for name in ("enable_chunked_prefill", "check_invariants", "enforce_eager"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and (value is not None or name == "check_invariants"):
+            if not isinstance(value, bool) and (value is not None or name != "enforce_eager"):
                 raise ConfigError(f"{name}={value!r} is not a bool; give True or False")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ConfigError(

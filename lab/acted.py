@@ -14,10 +14,17 @@ class Acted:
     Attributes:
         steps: Steps.
         joined: Requests that joined a batch which others had already left: continuous batching.
+        split: Prompts that were computed in more than one step: chunked prefill.
+        mid_block: Chunks after which a prompt stood in the middle of a KV block.
+        mixed: Steps that held an unfinished prompt's chunk beside decodes.
     """
 
+    block_size: int = 16
     steps: int = 0
     joined: int = 0
+    split: int = 0
+    mid_block: int = 0
+    mixed: int = 0
     _running: set[str] = field(default_factory=set)
     _left: bool = False
 
@@ -29,5 +36,16 @@ class Acted:
             self._left = False
         if self._left:
             self.joined += len(names - self._running)
+        self._see_chunks(stats)
         self._running = names
         self._left |= any(item.request.finish_reason is not None for item in stats.scheduled)
+
+    def _see_chunks(self, stats: StepStats) -> None:
+        unfinished = False
+        for item in stats.scheduled:
+            end, prompt = item.start + item.num_tokens, item.request.num_prompt_tokens
+            if item.is_prefill and end < prompt:
+                unfinished = True
+                self.mid_block += end % self.block_size != 0
+            self.split += item.is_prefill and end >= prompt and item.start > item.request.num_cached_tokens
+        self.mixed += unfinished and any(not item.is_prefill for item in stats.scheduled)

@@ -24,6 +24,7 @@ __all__ = [
     "ExperimentError",
     "GoldenMismatchError",
     "Verdict",
+    "kept_runs",
     "run_experiment",
     "unexplained_losses",
 ]
@@ -128,6 +129,17 @@ def run_experiment(
                     trials.append(Trial(place, summarise(record, slo), completed, compared))
                     bar.update()
     return Experiment(baseline.name, feature.name, tuple(trials), quick, exempt)
+
+
+def kept_runs(folder: Path, contrast: Contrast = Contrast.FEATURE) -> dict[str, list[RunRecord]]:
+    """The records that `run_experiment` kept in `folder`: arm's name to its trials of one contrast, in order."""
+    runs: dict[str, list[RunRecord]] = {}
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        record = RunRecord.load(path)
+        place = record.meta["experiment"]
+        if place["contrast"] == contrast:
+            runs.setdefault(place["arm"], []).append(record)
+    return dict(sorted(runs.items(), key=lambda item: item[1][0].meta["experiment"]["side"]))
 
 
 def _validate(

@@ -51,10 +51,15 @@ class Mode:
         """What an engine that has run shows for having run in this mode.
 
         Raises:
-            AssertionError: It had another number of ranks, or no padded graph was replayed, or one in eager mode.
+            AssertionError: It had another number of ranks, or no padded graph was replayed (with one seat: no graph at
+                all), or one in eager mode.
         """
         padded = sum(graph.num_padded for graph in llm.graph_replays)
         assert llm.world_size == self.size, f"{self}: {llm.world_size} ranks ran"
+        if llm.config.max_num_seqs == 1 and self.graph:
+            count = sum(graph.count for graph in llm.graph_replays)
+            assert count > 0, f"{self}: no graph was replayed"
+            return f"{self.size} rank{'s' if self.size > 1 else ''}, {count} graphs replayed, none padded: one seat"
         assert (padded > 0) == self.graph, f"{self}: {padded} padded graphs were replayed"
         ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
         return f"{ranks}, {padded} padded graphs replayed" if self.graph else f"{ranks}, no graphs"
@@ -98,13 +103,42 @@ class StageMatrix:
     variants: tuple[Variant, ...]
 
 
-STATIC = {"batching": "static"}
-CONTINUOUS = {"batching": "continuous"}
+WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
+STATIC = {"batching": "static"} | WHOLE
+CONTINUOUS = {"batching": "continuous"} | WHOLE
+CHUNKED = {"batching": "continuous", "enable_chunked_prefill": True}
+CHUNK_SIZES = (7, 16, 17, 33, 256, 2048)
 
 
 def _joined(acted: Acted) -> str:
     assert acted.joined > 0, "no request joined a batch that another had left"
     return f"{acted.joined} requests joined mid-batch in {acted.steps} steps"
+
+
+def _split(acted: Acted) -> str:
+    assert acted.split > 0, "no prompt was split"
+    assert acted.mid_block > 0, "no chunk ended in the middle of a block"
+    assert acted.mixed > 0, "no step mixed a chunk with decodes"
+    return (
+        f"{acted.split} prompts split, {acted.mid_block} chunks ended mid-block, {acted.mixed} steps mixed with decodes"
+    )
+
+
+def _split_alone(acted: Acted) -> str:
+    assert acted.split > 0 and acted.mid_block > 0, "no prompt was split in the middle of a block"
+    return f"{acted.split} prompts split, {acted.mid_block} chunks ended mid-block"
+
+
+def _chunks(size: int) -> Variant:
+    """Chunks of ``size`` tokens; one that no prompt exceeds splits none, and is there to show just that."""
+    acted = _split if size <= 64 else _split_alone if size <= 256 else _whole
+    options = CHUNKED | {"max_num_batched_tokens": size}
+    return Variant(f"chunks of {size}", options | {"max_num_seqs": min(size, 8)}, acted=acted)
+
+
+def _whole(acted: Acted) -> str:
+    assert acted.split == 0, f"{acted.split} prompts were split"
+    return "no prompt is as long"
 
 
 STAGES: Mapping[int, StageMatrix] = {
@@ -117,6 +151,14 @@ STAGES: Mapping[int, StageMatrix] = {
             Variant("continuous, random arrivals and aborts", CONTINUOUS, "run_among_aborts", _joined),
         ),
     ),
+    2: StageMatrix(
+        Variant("whole prompts", CONTINUOUS),
+        (
+            Variant("whole prompts", CONTINUOUS),
+            Variant("chunks of 1", CHUNKED | {"max_num_batched_tokens": 1, "max_num_seqs": 1}, acted=_split_alone),
+            *(_chunks(size) for size in CHUNK_SIZES),
+        ),
+    ),
 }
 
 
@@ -127,6 +169,7 @@ def golden_matrix(
     max_tokens: int,
     progress: bool = False,
     sizes: Sequence[int] = TENSOR_PARALLEL_SIZES,
+    rows: Sequence[str] | None = None,
 ) -> tuple[pd.DataFrame, Outputs]:
     """Run a stage's matrix: every row in every mode, held against the reference.
 
@@ -138,12 +181,13 @@ def golden_matrix(
         max_tokens: Longest answer, tokens.
         progress: Show progress bars.
         sizes: Tensor-parallel sizes; one that the model cannot be split into has no cell.
+        rows: Names of the rows to run; None runs all of them.
 
     Returns:
         ``lab.golden.run_matrix``'s frame (differences explained), and the reference outputs.
 
     Raises:
-        ValueError: The stage has no matrix.
+        ValueError: The stage has no matrix, or no such row.
     """
     from engine import SamplingParams
     from engine.execution.parallel import largest_size
@@ -152,10 +196,13 @@ def golden_matrix(
     if stage not in STAGES:
         raise ValueError(f"stage {stage} has no golden matrix; the stages that do: {', '.join(map(str, STAGES))}")
     matrix = STAGES[stage]
+    names = [variant.name for variant in matrix.variants]
+    if unknown := [row for row in rows or () if row not in names]:
+        raise ValueError(f"stage {stage} has no rows {unknown}; it has {', '.join(names)}")
     prompts, params = golden_prompts(llm, num_prompts), SamplingParams(max_tokens=max_tokens)
 
     def cell(variant: Variant, mode: Mode) -> Cell:
-        acted, shown = Acted(), []
+        acted, shown = Acted(llm.config.block_size), []
 
         def run() -> Outputs:
             with mode.engine(llm, variant.options) as engine:
@@ -169,7 +216,8 @@ def golden_matrix(
         )
 
     columns = [mode for mode in modes(sizes) if mode.size <= largest_size(llm.model_config)]
-    cells = [(variant, mode) for variant in matrix.variants for mode in columns]
+    variants = [variant for variant in matrix.variants if rows is None or variant.name in rows]
+    cells = [(variant, mode) for variant in variants for mode in columns]
     return golden.run_matrix(
         cell(matrix.reference, REFERENCE),
         [cell(*place) for place in cells if place != (matrix.reference, REFERENCE)],

@@ -105,6 +105,17 @@ def lengths(count: int) -> pd.DataFrame:
     )
 
 
+def settings() -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "label": ["whole", "64", "256"],
+            "ttft_s": [2.0, 2.6, 2.2],
+            "jitter_ms": [900.0, 40.0, 150.0],
+            "throughput": [80.0, 70.0, 76.0],
+        }
+    )
+
+
 EXAMPLES: dict[str, Callable[[], go.Figure]] = {
     "timeline": lambda: figures.timeline(*run(6, aborted=1)),
     "timelines": lambda: figures.timelines({"off": run(6), "on": run(50)}),
@@ -115,6 +126,8 @@ EXAMPLES: dict[str, Callable[[], go.Figure]] = {
     "length_scatter": lambda: figures.length_scatter(lengths(30)),
     "length_density": lambda: figures.length_scatter(lengths(3000), log=True),
     "golden_heatmap": lambda: figures.golden_heatmap(cells()),
+    "victim_timeline": lambda: figures.victim_timeline({"off": run(6), "on": run(9)}, "r2"),
+    "tradeoff": lambda: figures.tradeoff(settings()),
 }
 
 
@@ -472,3 +485,26 @@ def test_a_cell_that_is_not_listed_stays_empty() -> None:
 def test_broken_cells_are_refused(broken: pd.DataFrame, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         figures.golden_heatmap(broken)
+
+
+# ------------------------------------------------------------------------------------------------------------- stalls
+
+
+def test_a_victims_gaps_and_the_chunks_beneath_are_those_of_the_records() -> None:
+    frames = run(6)
+    figure = figures.victim_timeline({"on": frames}, "r2")
+    times = frames[0].set_index("request_id").loc["r2", "token_times"]
+    gap, chunks = figure.data
+    assert list(gap.y) == pytest.approx((np.diff(times) * 1e3).tolist(), abs=0.01)
+    prefills = frames[2][frames[2]["phase"] == "prefill"]
+    assert sum(chunks.y) == prefills["num_tokens"].sum() and len(chunks.y) == len(prefills)
+    with pytest.raises(ValueError, match="has no request 'nobody'; choose one"):
+        figures.victim_timeline({"on": frames}, "nobody")
+    with pytest.raises(ValueError, match="no run given"):
+        figures.victim_timeline({}, "r2")
+
+
+def test_a_tradeoff_sets_the_baseline_apart_and_labels_every_point() -> None:
+    baseline, feature = figures.tradeoff(settings()).data
+    assert list(baseline.text) == ["whole"] and list(feature.text) == ["64", "256"]
+    assert list(feature.x) == [2.6, 2.2] and list(feature.y) == [40.0, 150.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 
@@ -11,11 +13,13 @@ from engine.scheduler.loop import Scheduler
 from tests.fakes import EOS, VOCAB, expected_tokens, make_scheduler, run_step
 from tests.schedules import Schedules, machine
 
+STATIC: dict[str, Any] = {"batching": "static", "enable_chunked_prefill": False}
+
 
 class StaticSchedules(Schedules):
     """The baseline."""
 
-    OPTIONS = st.just({"batching": "static"})
+    OPTIONS = st.just({"batching": "static", "enable_chunked_prefill": False})
 
 
 TestStaticSchedules = machine(StaticSchedules)
@@ -24,10 +28,19 @@ TestStaticSchedules = machine(StaticSchedules)
 class ContinuousSchedules(Schedules):
     """Requests join and leave at every step."""
 
-    OPTIONS = st.just({"batching": "continuous"})
+    OPTIONS = st.just({"enable_chunked_prefill": False})
 
 
 TestContinuousSchedules = machine(ContinuousSchedules)
+
+
+class ChunkedSchedules(Schedules):
+    """Prompts are split, in continuous and in static batches."""
+
+    OPTIONS = st.fixed_dictionaries({"batching": st.sampled_from(["continuous", "continuous", "static"])})
+
+
+TestChunkedSchedules = machine(ChunkedSchedules)
 
 
 def request(name: str, num_prompt: int, max_tokens: int, ignore_eos: bool = True) -> Request:
@@ -50,7 +63,7 @@ def names(requests: list[Request]) -> list[str]:
 
 
 def test_static_batch_forms_once_and_frees_when_its_last_row_ends() -> None:
-    scheduler, runner = make_scheduler(batching="static", max_num_seqs=2)
+    scheduler, runner = make_scheduler(**STATIC, max_num_seqs=2)
     a, b, c = request("a", 5, 2), request("b", 5, 6), request("c", 5, 2)
     add(scheduler, a, b, c)
     run_step(scheduler, runner)
@@ -69,7 +82,7 @@ def test_static_batch_forms_once_and_frees_when_its_last_row_ends() -> None:
 
 
 def test_static_batch_stays_open_while_steps_admit() -> None:
-    scheduler, runner = make_scheduler(batching="static", max_num_seqs=3, max_num_batched_tokens=10)
+    scheduler, runner = make_scheduler(**STATIC, max_num_seqs=3, max_num_batched_tokens=10)
     add(scheduler, request("a", 8, 9), request("b", 8, 9), request("c", 8, 9))
     for expected in (["a"], ["a", "b"], ["a", "b", "c"]):
         run_step(scheduler, runner)
@@ -77,7 +90,7 @@ def test_static_batch_stays_open_while_steps_admit() -> None:
 
 
 def test_static_batch_closes_when_a_step_admits_nobody() -> None:
-    scheduler, runner = make_scheduler(batching="static", max_num_seqs=3)
+    scheduler, runner = make_scheduler(**STATIC, max_num_seqs=3)
     add(scheduler, request("a", 4, 6))
     run_step(scheduler, runner)
     run_step(scheduler, runner)
@@ -87,7 +100,7 @@ def test_static_batch_closes_when_a_step_admits_nobody() -> None:
 
 
 def test_a_prompt_longer_than_the_budget_runs_whole_and_is_the_only_prefill() -> None:
-    scheduler, _ = make_scheduler(max_num_batched_tokens=8, max_num_seqs=4)
+    scheduler, _ = make_scheduler(enable_chunked_prefill=False, max_num_batched_tokens=8, max_num_seqs=4)
     add(scheduler, request("long", 20, 2), request("short", 2, 2))
     plan = scheduler.schedule()
     assert [(item.request.request_id, item.num_tokens) for item in plan.scheduled] == [("long", 20)]

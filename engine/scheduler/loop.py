@@ -17,7 +17,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.prefix_cache import NoPrefixCache, PrefixCacheLike
 from engine.request import FinishReason, Request, RequestError
 from engine.scheduler.admission import Admission, give_back, make_admission
-from engine.scheduler.prefill import Prefill, WholePrompt
+from engine.scheduler.prefill import Prefill, make_prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Scheduler:
         return cls(
             pool,
             admission=make_admission(config, pool),
-            prefill=WholePrompt(),
+            prefill=make_prefill(config),
             cache=NoPrefixCache(),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -257,5 +257,5 @@ class Scheduler:
     def _check_plan(self, plan: StepPlan, num_prefills: int) -> None:
         rows = [item.request.request_id for item in plan.scheduled]
         assert rows == [request.request_id for request in self.running], "every running request moves in every step"
-        assert plan.num_tokens <= self._max_num_batched_tokens or num_prefills == 1
+        assert plan.num_tokens <= self._max_num_batched_tokens or (num_prefills == 1 and not self._prefill.splits)
         assert rows or not self.waiting, "requests wait and nothing runs"

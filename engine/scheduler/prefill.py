@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from engine.config import EngineConfig
+
 
 class Prefill(Protocol):
-    """Policy of the scheduler loop."""
+    """Policy of the scheduler loop.
+
+    Attributes:
+        splits: Whether a prompt may be split; if not, a step may exceed its budget by the one prompt that it holds.
+    """
+
+    splits: bool
 
     def share(self, num_uncomputed: int, budget: int, num_prefills: int) -> int:
         """Tokens of one request that this step computes.
@@ -24,5 +32,25 @@ class Prefill(Protocol):
 class WholePrompt:
     """Never split a prompt: it runs whole where it fits the step, and as the step's first prefill however long."""
 
+    splits = False
+
     def share(self, num_uncomputed: int, budget: int, num_prefills: int) -> int:
         return num_uncomputed if num_uncomputed <= budget or num_prefills == 0 else 0
+
+
+class ChunkedPrefill:
+    """Split prompts: a step computes as much of one as its budget leaves (Sarathi-Serve, Agrawal et al., OSDI 2024).
+
+    Running requests come first, oldest first, and at most the newest of them is in mid-prefill: so decodes never wait,
+    and what they leave goes to the unfinished prompt, then to the waiting queue.
+    """
+
+    splits = True
+
+    def share(self, num_uncomputed: int, budget: int, num_prefills: int) -> int:
+        return min(num_uncomputed, budget)
+
+
+def make_prefill(config: EngineConfig) -> Prefill:
+    """The policy that ``config.enable_chunked_prefill`` chooses."""
+    return ChunkedPrefill() if config.enable_chunked_prefill else WholePrompt()

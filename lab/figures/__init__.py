@@ -2,6 +2,7 @@
 
 from lab.figures.compare import ecdf, paired_bars
 from lab.figures.golden import golden_heatmap
+from lab.figures.stalls import tradeoff, victim_timeline
 from lab.figures.steps import batch_composition, kv_occupancy
 from lab.figures.style import use_template
 from lab.figures.timeline import timeline, timelines
@@ -16,5 +17,7 @@ __all__ = [
     "paired_bars",
     "timeline",
     "timelines",
+    "tradeoff",
     "use_template",
+    "victim_timeline",
 ]
