@@ -19,9 +19,10 @@ REFUSE := import sys; sys.version_info >= (3, 11) or sys.exit("Python %d.%d is t
 ACCEPT_0 := -p num_generated 64 -p num_alone 64 -p num_compositions 8 -p pairs 20 -p slow_down 0.25
 ACCEPT_1 := -p num_prompts 64 -p mode_pairs 12
 ACCEPT_2 := -p num_prompts 64 -p mode_pairs 12
+ACCEPT_3 := -p num_prompts 64 -p mode_pairs 12
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format report golden accept bench-chunked bench-continuous bench-ops bench-scheduler lab clean distclean
+.PHONY: help setup test lint format report golden accept bench-chunked bench-continuous bench-prefix bench-ops bench-scheduler lab clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,10 +65,13 @@ accept-%: setup
 	$(PY) -m lab report --stage $* $(ACCEPT_$*)
 
 bench-chunked: setup ## Chunked against whole prefills on long_prompts_with_decode, in pairs (CHUNK=tokens)
-	$(PY) -m lab bench workloads/long_prompts_with_decode.yaml --options max_num_seqs=8 num_kv_blocks=1024 --baseline enable_chunked_prefill=False max_num_batched_tokens=2048 --feature max_num_batched_tokens=$(or $(CHUNK),128) $(ARGS)
+	$(PY) -m lab bench workloads/long_prompts_with_decode.yaml --options max_num_seqs=8 num_kv_blocks=1024 enable_prefix_caching=False --baseline enable_chunked_prefill=False max_num_batched_tokens=2048 --feature max_num_batched_tokens=$(or $(CHUNK),128) $(ARGS)
 
 bench-continuous: setup ## Continuous against static batching on mixed_lengths, in pairs (TRACE=path: on a public trace)
-	$(PY) -m lab bench $(or $(TRACE),workloads/mixed_lengths.yaml) --options max_num_seqs=8 num_kv_blocks=512 enable_chunked_prefill=False max_num_batched_tokens=2048 --baseline batching=static --feature batching=continuous $(ARGS)
+	$(PY) -m lab bench $(or $(TRACE),workloads/mixed_lengths.yaml) --options max_num_seqs=8 num_kv_blocks=512 enable_prefix_caching=False enable_chunked_prefill=False max_num_batched_tokens=2048 --baseline batching=static --feature batching=continuous $(ARGS)
+
+bench-prefix: setup ## Prefix caching on and off on shared_prefix, in pairs (TRACE=path: on a public trace)
+	$(PY) -m lab bench $(or $(TRACE),workloads/shared_prefix.yaml) --options max_num_seqs=8 num_kv_blocks=512 --baseline enable_prefix_caching=False --feature enable_prefix_caching=True $(ARGS)
 
 bench-ops: setup ## Measure every op against torch's
 	$(PY) -m lab.bench_ops $(ARGS)

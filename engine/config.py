@@ -36,6 +36,7 @@ class EngineConfig:
             decodes do not wait for long prompts. False computes every prompt whole.
         max_num_batched_tokens: Most tokens of one step, decodes and prefills together: the chunk size. Without chunked
             prefill a prompt that is longer runs in a step in which it is the only prefill.
+        enable_prefix_caching: Reuse the KV of prompts that begin alike, block by block, until it is overwritten.
         ops: Op set: ``cpu`` (compiled on first use), ``reference`` (torch, any device, slow), or ``auto`` (the fastest
             that is available).
         num_threads: Threads of the ops on the CPU, of each rank; None takes torch's own choice, divided by the ranks.
@@ -54,6 +55,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     enable_chunked_prefill: bool = True
     max_num_batched_tokens: int = 128
+    enable_prefix_caching: bool = True
     ops: Literal["auto", "reference", "cpu"] = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
@@ -75,7 +77,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
-        for name in ("enable_chunked_prefill", "check_invariants", "enforce_eager"):
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "check_invariants", "enforce_eager"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name != "enforce_eager"):
                 raise ConfigError(f"{name}={value!r} is not a bool; give True or False")

@@ -6,13 +6,17 @@ import time
 from dataclasses import dataclass
 
 from engine.execution.results import Runner
+from engine.kv.prefix_cache import CacheStats
 from engine.request import Request, RequestError
 from engine.scheduler.loop import ScheduledRequest, Scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one step did and what it took. Times are seconds on ``time.perf_counter``'s clock."""
+    """What one step did and what it took. Times are seconds on ``time.perf_counter``'s clock.
+
+    ``num_blocks_cached`` of the free blocks hold known prefixes; the cache's time is part of ``schedule_s``.
+    """
 
     start: float
     end: float
@@ -21,9 +25,11 @@ class StepStats:
     num_waiting: int
     num_blocks_held: int
     num_blocks_free: int
+    num_blocks_cached: int
     schedule_s: float
     forward_s: float
     sample_s: float
+    cache: CacheStats
 
     @property
     def num_tokens(self) -> int:
@@ -91,7 +97,8 @@ class EngineCore:
         if not plan.scheduled:
             return None
         num_running = len(self.scheduler.running)
-        held, free = self.scheduler.pool.num_held, self.scheduler.pool.num_free
+        pool = self.scheduler.pool
+        held, free, cached = pool.num_held, pool.num_free, pool.num_cached
         scheduled_at = time.perf_counter()
         result = self.runner.execute(plan.scheduled)
         executed_at = time.perf_counter()
@@ -108,8 +115,10 @@ class EngineCore:
             num_waiting=plan.num_waiting,
             num_blocks_held=held,
             num_blocks_free=free,
+            num_blocks_cached=cached,
             schedule_s=(scheduled_at - start) + (end - executed_at),
             forward_s=result.forward_s,
             sample_s=result.sample_s,
+            cache=self.scheduler.drain_cache(),
         )
         return StepOutput(tuple(sampled), stats)

@@ -55,7 +55,11 @@ class LLM:
         self._runner = runner = start_runner(source, self.model_config, self.config, self.max_model_len)
         poison = runner.poison if self.config.check_invariants else None
         pool = BlockPool(runner.num_kv_blocks, on_free=poison)
-        scheduler = Scheduler.from_config(self.config, pool, self.max_model_len, self.model_config.eos_token_ids)
+        dtype = self.model_config.dtype if self.config.dtype == "auto" else self.config.dtype
+        fingerprint = f"{source.fingerprint}/{dtype}/{runner.ops.name}"
+        scheduler = Scheduler.from_config(
+            self.config, pool, self.max_model_len, self.model_config.eos_token_ids, fingerprint
+        )
         self.core = EngineCore(scheduler, runner, self.model_config.vocab_size)
         self._ids = itertools.count()
         self._backlog: list[tuple[TokenOutput, RequestOutput | None]] = []
@@ -164,6 +168,16 @@ class LLM:
     def graph_replays(self) -> tuple[GraphReplay, ...]:
         """How often each graph ran, and how often padded; nothing where ``enforce_eager`` turned graphs off."""
         return () if self._runner.graphs is None else self._runner.graphs.replays
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix.
+
+        Raises:
+            RequestError: Requests are running, which hold blocks that are known.
+        """
+        if self.core.has_unfinished:
+            raise RequestError("requests are running; let them end or abort them before resetting the prefix cache")
+        self.core.scheduler.pool.forget_all()
 
     def close(self) -> None:
         """End the other ranks' processes. An engine of one rank holds none and may go on."""

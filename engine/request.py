@@ -25,6 +25,8 @@ class SamplingParams:
         seed: Seed of the draws, which depend on (seed, position) alone; None takes a fresh one for each request.
         ignore_eos: Go on after an end-of-sequence token, until ``max_tokens``.
         stop_token_ids: Tokens that end the request, besides the model's own end-of-sequence tokens.
+        cache_salt: Requests share cached prefixes only with those of the same salt: a tenant's secret keeps others from
+            learning by timing which prompts it sent.
     """
 
     max_tokens: int = 128
@@ -33,6 +35,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -44,6 +47,8 @@ class SamplingParams:
             raise RequestError(f"top_p={self.top_p!r} must lie in (0, 1]; 1 draws from every token")
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise RequestError(f"seed={self.seed!r} must lie in [0, 2**64); choose a seed in that range")
+        if not isinstance(self.cache_salt, str):
+            raise RequestError(f"cache_salt={self.cache_salt!r} is not a text; give a string")
 
 
 @dataclass
@@ -52,6 +57,7 @@ class Request:
 
     ``num_computed_tokens`` moves towards ``num_tokens``; a token is sampled only where it catches up. Prefill,
     decode, a prefix hit and received KV are all this one rule. Times are seconds on ``time.perf_counter``'s clock.
+    ``block_hashes`` is the prefix cache's: hash and tokens of each full block so far.
     """
 
     request_id: str
@@ -64,6 +70,7 @@ class Request:
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     num_promised_blocks: int = 0
+    block_hashes: list[tuple[bytes, bytes]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     admitted_time: float | None = None
     token_times: list[float] = field(default_factory=list)

@@ -17,6 +17,8 @@ class Acted:
         split: Prompts that were computed in more than one step: chunked prefill.
         mid_block: Chunks after which a prompt stood in the middle of a KV block.
         mixed: Steps that held an unfinished prompt's chunk beside decodes.
+        hit_tokens: Prompt tokens that were found in the prefix cache.
+        hits_beside_misses: Steps in which a prompt that was found in part joined beside one of which nothing was.
     """
 
     block_size: int = 16
@@ -25,6 +27,8 @@ class Acted:
     split: int = 0
     mid_block: int = 0
     mixed: int = 0
+    hit_tokens: int = 0
+    hits_beside_misses: int = 0
     _running: set[str] = field(default_factory=set)
     _left: bool = False
 
@@ -37,6 +41,7 @@ class Acted:
         if self._left:
             self.joined += len(names - self._running)
         self._see_chunks(stats)
+        self._see_hits(stats)
         self._running = names
         self._left |= any(item.request.finish_reason is not None for item in stats.scheduled)
 
@@ -49,3 +54,9 @@ class Acted:
                 self.mid_block += end % self.block_size != 0
             self.split += item.is_prefill and end >= prompt and item.start > item.request.num_cached_tokens
         self.mixed += unfinished and any(not item.is_prefill for item in stats.scheduled)
+
+    def _see_hits(self, stats: StepStats) -> None:
+        joined = [item for item in stats.scheduled if item.is_prefill and item.start == item.request.num_cached_tokens]
+        found = [item.request.num_cached_tokens for item in joined]
+        self.hit_tokens += sum(found)
+        self.hits_beside_misses += any(found) and not all(found)

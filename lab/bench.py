@@ -66,10 +66,13 @@ class Replays:
         return answers
 
 
-def engine_arm(name: str, llm: LLM, replays: Replays, slow_down: Callable[[], None] | None = None) -> Arm:
-    """An arm that replays a workload through an engine without a prefix cache.
+def engine_arm(
+    name: str, llm: LLM, replays: Replays, slow_down: Callable[[], None] | None = None, warm: bool = False
+) -> Arm:
+    """An arm that replays a workload through an engine.
 
-    ``slow_down`` is called once in every step: an arm that is known to be slower, to test an experiment with.
+    A prefix cache, where the engine has one, is emptied before every trial; with ``warm`` the workload then runs once,
+    untimed. ``slow_down`` is called once in every step: an arm that is known to be slower, to test an experiment with.
     """
     from lab.experiment import Arm, CacheState
 
@@ -79,7 +82,18 @@ def engine_arm(name: str, llm: LLM, replays: Replays, slow_down: Callable[[], No
         with _Slowed(llm, slow_down):
             return replays.drive(llm, seed)
 
-    return Arm(name, run, CacheState.NONE, lambda: CacheState.NONE)
+    def observe() -> CacheState:
+        if not llm.config.enable_prefix_caching:
+            return CacheState.NONE
+        return CacheState.WARM if llm.core.scheduler.pool.num_cached else CacheState.COLD
+
+    def prepare(seed: int) -> None:
+        llm.reset_prefix_cache()
+        if warm:
+            replays.drive(llm, seed)
+
+    expected = CacheState.WARM if warm else CacheState.COLD
+    return Arm(name, run, expected if llm.config.enable_prefix_caching else CacheState.NONE, observe, prepare)
 
 
 @dataclass(frozen=True)

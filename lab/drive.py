@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from engine.core import EngineCore, StepStats
 from engine.request import Request, RequestError, SamplingParams
-from lab.record import REQUESTS, SCHEDULED, STEPS, RunRecord, hash_tokens
+from lab.record import CACHE, REQUESTS, SCHEDULED, STEPS, RunRecord, hash_tokens
 from lab.sources import Prompt
 from lab.workload import Workload, WorkloadRequest
 
@@ -103,6 +103,7 @@ class _Run:
             steps=_frame(STEPS.names, map(self._step_row, range(len(self._steps)))),
             scheduled=_frame(SCHEDULED.names, self._scheduled_rows()),
             meta=meta,
+            cache=_frame(CACHE.names, self._cache_rows()),
         )
 
     def _add_due(self) -> None:
@@ -135,6 +136,7 @@ class _Run:
             times,
             request.num_cached_tokens,
             hash_tokens(request.token_ids[request.num_prompt_tokens :]),
+            request.token_ids,
         )
 
     def _step_row(self, index: int) -> tuple[Any, ...]:
@@ -149,9 +151,11 @@ class _Run:
             stats.num_waiting,
             stats.num_blocks_held,
             stats.num_blocks_free,
+            stats.num_blocks_cached,
             stats.schedule_s,
             stats.forward_s,
             stats.sample_s,
+            stats.cache.seconds,
             observed - stats.end,
         )
 
@@ -160,6 +164,11 @@ class _Run:
             for item in stats.scheduled:
                 phase = "prefill" if item.is_prefill else "decode"
                 yield index, item.request.request_id, item.num_tokens, item.start, phase
+
+    def _cache_rows(self) -> Iterable[tuple[Any, ...]]:
+        for index, (stats, _) in enumerate(self._steps):
+            for event in stats.cache.events:
+                yield index, event.kind, event.request_id, event.index, event.block
 
 
 def _frame(columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> pd.DataFrame:

@@ -175,6 +175,22 @@ def run_among_aborts(
     return {name: done[name] for name in prompts}
 
 
+def run_warm(
+    llm: LLM, prompts: TokenPrompts, params: SamplingParams, desc: str | None = None, observe: Observe = _ignore
+) -> Outputs:
+    """Run every prompt twice: the outputs and the steps of the second time, when the prefix cache knows them."""
+    run_cell(llm, prompts, params, desc and f"{desc} (to warm the cache)")
+    return run_cell(llm, prompts, params, desc, observe)
+
+
+def run_half_warm(
+    llm: LLM, prompts: TokenPrompts, params: SamplingParams, desc: str | None = None, observe: Observe = _ignore
+) -> Outputs:
+    """Run every second prompt, then all of them: some are known to the prefix cache and some are not."""
+    run_cell(llm, {name: prompts[name] for name in list(prompts)[::2]}, params, desc and f"{desc} (to warm the cache)")
+    return run_cell(llm, prompts, params, desc, observe)
+
+
 def first_difference(name: str, expected: GoldenOutput, actual: GoldenOutput) -> Difference | None:
     """Where two outputs of one prompt part, in tokens or logprob bits; None when they are equal."""
     if expected.digest == actual.digest:

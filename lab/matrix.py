@@ -103,10 +103,13 @@ class StageMatrix:
     variants: tuple[Variant, ...]
 
 
-WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
+UNCACHED = {"enable_prefix_caching": False}
+CACHED = {"enable_prefix_caching": True}
+WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048} | UNCACHED
 STATIC = {"batching": "static"} | WHOLE
 CONTINUOUS = {"batching": "continuous"} | WHOLE
-CHUNKED = {"batching": "continuous", "enable_chunked_prefill": True}
+CHUNKED = {"batching": "continuous", "enable_chunked_prefill": True} | UNCACHED
+PREFIX = CHUNKED | CACHED
 CHUNK_SIZES = (7, 16, 17, 33, 256, 2048)
 
 
@@ -141,6 +144,16 @@ def _whole(acted: Acted) -> str:
     return "no prompt is as long"
 
 
+def _hit(acted: Acted) -> str:
+    assert acted.hit_tokens > 0, "no prompt token was found in the cache"
+    return f"{acted.hit_tokens} prompt tokens were hits"
+
+
+def _hit_beside_misses(acted: Acted) -> str:
+    assert acted.hits_beside_misses > 0, "no step admitted a hit beside a miss"
+    return f"{_hit(acted)}; {acted.hits_beside_misses} steps admitted hits beside misses"
+
+
 STAGES: Mapping[int, StageMatrix] = {
     0: StageMatrix(Variant("alone", STATIC, "run_alone"), (Variant("static batches", STATIC),)),
     1: StageMatrix(
@@ -157,6 +170,21 @@ STAGES: Mapping[int, StageMatrix] = {
             Variant("whole prompts", CONTINUOUS),
             Variant("chunks of 1", CHUNKED | {"max_num_batched_tokens": 1, "max_num_seqs": 1}, acted=_split_alone),
             *(_chunks(size) for size in CHUNK_SIZES),
+        ),
+    ),
+    3: StageMatrix(
+        Variant("no cache", CHUNKED),
+        (
+            Variant("no cache", CHUNKED),
+            Variant("no cache, whole prompts", CONTINUOUS),
+            Variant("cold", PREFIX, acted=_hit),
+            Variant("cold, whole prompts", CONTINUOUS | CACHED, acted=_hit),
+            Variant("warm", PREFIX, "run_warm", _hit),
+            Variant("warm, whole prompts", CONTINUOUS | CACHED, "run_warm", _hit),
+            Variant(
+                "hits beside misses", PREFIX | {"max_num_batched_tokens": 512}, "run_half_warm", _hit_beside_misses
+            ),
+            Variant("random arrivals and aborts", PREFIX, "run_among_aborts", _hit),
         ),
     ),
 }
@@ -235,12 +263,17 @@ def golden_prompts(llm: LLM, count: int) -> TokenPrompts:
 
 
 def random_prompts(vocab_size: int, count: int, seed: int = 0) -> Mapping[str, tuple[int, ...]]:
-    """Random prompts of 1 to 100 tokens; block-aligned lengths (k * 16 - 1, k * 16, k * 16 + 1) come first."""
+    """Random prompts of 1 to 100 tokens; block-aligned lengths (k * 16 - 1, k * 16, k * 16 + 1) come first.
+
+    After these, of every four the third and fourth begin with the same 40 tokens.
+    """
     generator = random.Random(seed)
     lengths = [1, 15, 16, 17, 31, 32, 33, 47, 48, 49] + [generator.randint(1, 100) for _ in range(count)]
+    shared = tuple(generator.randrange(3, vocab_size) for _ in range(40))
+    prompts = [tuple(generator.randrange(3, vocab_size) for _ in range(length)) for length in lengths[:count]]
     return {
-        f"r{i:02d}": tuple(generator.randrange(3, vocab_size) for _ in range(length))
-        for i, length in enumerate(lengths[:count])
+        f"r{i:02d}": shared + prompt[40:] if i >= 10 and i % 4 > 1 and len(prompt) > 40 else prompt
+        for i, prompt in enumerate(prompts)
     }
 
 

@@ -1,4 +1,4 @@
-"""What one run leaves behind: a frame of requests, one of steps, and one of who was scheduled in which step.
+"""What one run leaves behind: frames of requests, of steps, of who was scheduled in which step, and of the cache.
 
 Times are float seconds on one clock (`time.perf_counter`), counted from the run's start. A frame of a run that was
 interrupted holds what there was until then; what never happened is NaN.
@@ -33,6 +33,7 @@ REQUESTS = pa.schema(
         "token_times": pa.list_(pa.float64()),  # one for each output token
         "num_cached_tokens": pa.int64(),  # prompt tokens found in the prefix cache
         "output_hash": pa.string(),  # `hash_tokens` of the output
+        "token_ids": pa.list_(pa.int64()),  # prompt and output
     }
 )
 STEPS = pa.schema(
@@ -46,9 +47,11 @@ STEPS = pa.schema(
         "waiting": pa.int64(),
         "blocks_held": pa.int64(),
         "blocks_free": pa.int64(),
+        "blocks_cached": pa.int64(),  # of the free ones, those that hold known prefixes
         "schedule_s": pa.float64(),
         "forward_s": pa.float64(),
         "sample_s": pa.float64(),
+        "cache_s": pa.float64(),  # the prefix cache's part of schedule_s
         "observer_s": pa.float64(),  # what recording this step cost
     }
 )
@@ -61,8 +64,18 @@ SCHEDULED = pa.schema(
         "phase": pa.string(),  # one of PHASES
     }
 )
-SCHEMAS = {"requests": REQUESTS, "steps": STEPS, "scheduled": SCHEDULED}
+CACHE = pa.schema(
+    {
+        "step": pa.int64(),
+        "kind": pa.string(),  # admit, publish, evict: see `engine.kv.prefix_cache.CacheEvent`; in order
+        "request_id": pa.string(),
+        "index": pa.int64(),
+        "block": pa.int64(),
+    }
+)
+SCHEMAS = {"requests": REQUESTS, "steps": STEPS, "scheduled": SCHEDULED, "cache": CACHE}
 _NULLABLE = ("admitted", "first_token", "finish", "finish_reason", "output_hash")
+_NULLABLE_EVENT = ("request_id", "index", "block")
 _META = "meta.json"
 _CLOCK_S = 1e-9  # differences below this are rounding, not order
 
@@ -76,9 +89,13 @@ def hash_tokens(token_ids: Iterable[int]) -> str:
     return hashlib.sha256(np.fromiter(token_ids, dtype="<i8").tobytes()).hexdigest()
 
 
+def _no_events() -> pd.DataFrame:
+    return pd.DataFrame(columns=CACHE.names)
+
+
 @dataclass(frozen=True)
 class RunRecord:
-    """The records of one run; the frames are brought to their schema (`REQUESTS`, `STEPS`, `SCHEDULED`) on creation.
+    """The records of one run; the frames are brought to their schema (as in `SCHEMAS`) on creation.
 
     meta: anything that JSON can hold; `partial: true` marks a run that was interrupted.
 
@@ -89,6 +106,7 @@ class RunRecord:
     steps: pd.DataFrame
     scheduled: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
+    cache: pd.DataFrame = field(default_factory=_no_events)
 
     def __post_init__(self) -> None:
         for name in SCHEMAS:
@@ -105,7 +123,7 @@ class RunRecord:
         return self.requests[self.requests["finish_reason"].isin(COMPLETED)]
 
     def save(self, folder: Path) -> Path:
-        """Writes `requests.parquet`, `steps.parquet`, `scheduled.parquet` and, last, `meta.json`. Returns `folder`."""
+        """Writes a Parquet file for each frame and, last, `meta.json`. Returns `folder`."""
         meta = json.dumps(self.meta, indent=2, sort_keys=True, allow_nan=False)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _META).unlink(missing_ok=True)  # its presence says that the frames beside it are whole
@@ -156,10 +174,9 @@ def _to_table(frame: pd.DataFrame, name: str, what: str) -> pa.Table:
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise RecordError(f"{what} does not follow its schema: {error}") from error
     for column in schema.names:
-        if column not in _NULLABLE and table[column].null_count:
-            raise RecordError(
-                f"{what}: {column} is missing in {table[column].null_count} rows; only {_NULLABLE} may be"
-            )
+        nullable = _NULLABLE_EVENT if name == "cache" else _NULLABLE
+        if column not in nullable and table[column].null_count:
+            raise RecordError(f"{what}: {column} is missing in {table[column].null_count} rows; only {nullable} may be")
     return table.replace_schema_metadata(None)
 
 
@@ -174,6 +191,8 @@ def _check_requests(record: RunRecord) -> Iterator[str]:
         times = np.asarray(row.token_times)
         stamps = [stamp for stamp in (row.arrival, row.admitted, row.first_token, *times, row.finish) if stamp == stamp]
         reason = row.finish_reason if isinstance(row.finish_reason, str) else None
+        if len(row.token_ids) != row.num_prompt_tokens + row.num_output_tokens:
+            yield f"request {row.request_id}: {len(row.token_ids)} tokens recorded, not its prompt and output"
         if len(times) != row.num_output_tokens:
             yield f"request {row.request_id}: {row.num_output_tokens} output tokens reported, {len(times)} delivered"
         if not np.isfinite([*stamps, *times]).all() or not row.arrival >= 0:
@@ -204,6 +223,8 @@ def _check_steps(record: RunRecord) -> Iterator[str]:
     parts = steps[["schedule_s", "forward_s", "sample_s", "observer_s"]].to_numpy()
     if (parts < 0).any() or (parts.sum(axis=1) > end - start + _CLOCK_S).any():
         yield "steps: schedule_s, forward_s, sample_s and observer_s are negative or exceed the step"
+    if not (steps["blocks_cached"].between(0, steps["blocks_free"]) & (steps["cache_s"] <= steps["schedule_s"])).all():
+        yield "steps: blocks_cached exceeds blocks_free, or cache_s exceeds schedule_s"
     if (steps["blocks_held"] + steps["blocks_free"]).nunique() > 1:
         yield "steps: blocks_held + blocks_free changes"
     planned = record.scheduled.groupby("step")["num_tokens"].agg(["sum", "size"]).reindex(steps["step"], fill_value=0)

@@ -112,7 +112,78 @@ class TracePrompts(Schema):
         return PromptSet(len(trace), lengths, draw)
 
 
-PromptSource = Annotated[RandomPrompts | TextPrompts | TracePrompts, Field(discriminator="source")]
+class SharedPrefixPrompts(Schema):
+    """Random token ids behind one of `prefixes` random beginnings, as of requests to a few assistants.
+
+    Each prompt is a prefix, equally likely, of a length drawn from `prefix_length`, and `length` tokens of its own.
+    """
+
+    source: Literal["shared_prefix"]
+    prefixes: Count
+    prefix_length: Length
+    length: Length
+
+    def open(self, count: int | None, context: BuildContext) -> PromptSet:
+        if count is None:
+            raise WorkloadError("count is missing, and these prompts have no number of their own; add it")
+        own = self.length.sample(count, context.rng("prompt length"), context.trace)
+        shared = self.prefix_length.sample(self.prefixes, context.rng("prefix length"), context.trace)
+        chosen = context.rng("prefix choice").integers(self.prefixes, size=count)
+
+        def draw() -> list[Prompt]:
+            rng = context.rng("prefix tokens")
+            prefixes = [tuple(rng.integers(context.vocab_size, size=size).tolist()) for size in shared]
+            return [
+                prefixes[prefix] + tuple(suffix)  # type: ignore[arg-type]
+                for prefix, suffix in zip(chosen, context.random_prompts(own), strict=True)
+            ]
+
+        return PromptSet(count, own + shared[chosen], draw)
+
+
+class ConversationPrompts(Schema):
+    """Turns of `conversations` that each extend their own history, with random token ids.
+
+    A conversation begins with `system_length` tokens; each turn adds the answer before it (`answer_length` tokens that
+    stand for what was said: they are part of the workload, not the model's) and `length` tokens of the user. Requests
+    go round the conversations: the first turn of each, then the second of each.
+    """
+
+    source: Literal["conversation"]
+    conversations: Count
+    system_length: Length
+    length: Length
+    answer_length: Length
+
+    def open(self, count: int | None, context: BuildContext) -> PromptSet:
+        if count is None:
+            raise WorkloadError("count is missing, and conversations have no end of their own; add it")
+        system = self.system_length.sample(self.conversations, context.rng("system length"), context.trace)
+        user = self.length.sample(count, context.rng("prompt length"), context.trace)
+        answer = self.answer_length.sample(count, context.rng("answer length"), context.trace)
+        lengths = np.empty(count, np.int64)
+        for turn in range(count):
+            before = turn - self.conversations
+            lengths[turn] = user[turn] + (system[turn] if before < 0 else lengths[before] + answer[turn])
+
+        def draw() -> list[Prompt]:
+            rng = context.rng("prompt tokens")
+            histories = [tuple(rng.integers(context.vocab_size, size=size).tolist()) for size in system]
+            prompts: list[Prompt] = []
+            for turn in range(count):
+                number = turn % self.conversations
+                added = user[turn] + (0 if turn < self.conversations else answer[turn])
+                histories[number] += tuple(rng.integers(context.vocab_size, size=added).tolist())
+                prompts.append(histories[number])
+            return prompts
+
+        return PromptSet(count, lengths, draw)
+
+
+PromptSource = Annotated[
+    RandomPrompts | TextPrompts | TracePrompts | SharedPrefixPrompts | ConversationPrompts,
+    Field(discriminator="source"),
+]
 
 
 def available(count: int | None, size: int, what: str) -> int:

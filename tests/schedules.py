@@ -21,6 +21,10 @@ class Schedules(RuleBasedStateMachine):
     """
 
     OPTIONS: ClassVar[st.SearchStrategy[dict[str, Any]]]
+    PROMPTS: ClassVar[st.SearchStrategy[list[int]]] = st.lists(
+        st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_MODEL_LEN + 2
+    )
+    SALTS: ClassVar[st.SearchStrategy[str]] = st.just("")
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -37,13 +41,14 @@ class Schedules(RuleBasedStateMachine):
         self.order: list[str] = []
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_MODEL_LEN + 2),
+        data=st.data(),
         max_tokens=st.integers(1, 12),
         ignore_eos=st.booleans(),
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=4),
     )
-    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool, stops: list[int]) -> None:
-        params = SamplingParams(max_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stops))
+    def add(self, data: st.DataObject, max_tokens: int, ignore_eos: bool, stops: list[int]) -> None:
+        prompt, salt = data.draw(self.PROMPTS, label="prompt"), data.draw(self.SALTS, label="salt")
+        params = SamplingParams(max_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stops), cache_salt=salt)
         request = Request(str(len(self.requests)), tuple(prompt), params, 0.0)
         try:
             self.scheduler.validate(request)

@@ -47,15 +47,16 @@ def simulate(
                 scheduled.append([number, f"r{request:03d}", tokens, before, phase])
                 times[request].append(now)
             total = sum(row[2] for row in scheduled[-len(rows) :])  # type: ignore[misc]
-            shares = [share * duration for share in (0.01, 0.9, 0.05, 0.002)]
+            shares = [share * duration for share in (0.01, 0.9, 0.05, 0.0, 0.002)]
             waiting = len(lengths) - first - len(group)
-            steps.append([number, start, now, total, len(rows), len(group), waiting, 10, 90, *shares])
+            steps.append([number, start, now, total, len(rows), len(group), waiting, 10, 90, 0, *shares])
         for request in group:
             prompt, output = lengths[request]
             requests.append(
                 [
                     f"r{request:03d}", arrival(request), admitted, times[request][0], times[request][-1],
                     prompt, output, "length", times[request], 0, output_hash(seed, request, output),
+                    [0] * (prompt + output),
                 ]
             )  # fmt: skip
     return RunRecord(
@@ -73,6 +74,7 @@ def fail(record: RunRecord, request_id: str, reason: str = "refused") -> RunReco
         requests.loc[request_id, column] = np.nan
     requests.at[request_id, "token_times"] = np.empty(0)
     requests.loc[request_id, ["num_output_tokens"]] = 0
+    requests.at[request_id, "token_ids"] = np.zeros(requests.at[request_id, "num_prompt_tokens"], np.int64)
     requests.loc[request_id, ["finish_reason", "output_hash"]] = [reason, None]
     scheduled = record.scheduled[record.scheduled["request_id"] != request_id]
     planned = scheduled.groupby("step")["num_tokens"].agg(["sum", "size"])

@@ -115,7 +115,7 @@ def test_500_requests_through_a_pool_of_40_blocks_end_with_every_block_free() ->
 
 def test_memory_stays_flat_over_10_000_requests() -> None:
     """What a step allocates is freed with its requests: nothing grows with history."""
-    scheduler, _ = make_scheduler(num_kv_blocks=64, max_num_seqs=8)
+    scheduler, _ = make_scheduler(num_kv_blocks=64, max_num_seqs=8)  # the prefix cache forgets with the pool
 
     def serve(count: int) -> None:
         for i in range(count):

@@ -43,7 +43,7 @@ def run(count: int, *, aborted: int = 0) -> Frames:
         start, now = now, now + 0.05
         tokens = sum(entry[2] for entry in scheduled if entry[0] == len(steps))
         held = 2 * len(running) + len(steps) % 3
-        steps.append((len(steps), start, now, tokens, len(running), len(running), len(waiting), held, BLOCKS - held))
+        steps.append((len(steps), start, now, tokens, len(running), len(running), len(waiting), held, BLOCKS - held, 0))
         for i in list(running):
             request = requests[i]
             request["token_times"].append(now)
@@ -52,7 +52,8 @@ def run(count: int, *, aborted: int = 0) -> Frames:
             if request["num_output_tokens"] == OUTPUT:
                 request.update(finish=now, finish_reason="length")
                 running.remove(i)
-    step_names = ["step", "start", "end", "num_tokens", "num_seqs", "running", "waiting", "blocks_held", "blocks_free"]
+    step_names = ["step", "start", "end", "num_tokens", "num_seqs", "running", "waiting", "blocks_held", "blocks_free",
+                  "blocks_cached"]  # fmt: skip
     scheduled_names = ["step", "request_id", "num_tokens", "num_computed_before", "phase"]
     return (
         pd.DataFrame(requests),
@@ -116,6 +117,11 @@ def settings() -> pd.DataFrame:
     )
 
 
+def tree() -> pd.DataFrame:
+    rows = [(0, -1, 0, 256, 12, 9), (1, 0, 256, 32, 4, 3), (2, -1, 0, 128, 3, 0)]
+    return pd.DataFrame(rows, columns=["node", "parent", "depth", "tokens", "requests", "hits"])
+
+
 EXAMPLES: dict[str, Callable[[], go.Figure]] = {
     "timeline": lambda: figures.timeline(*run(6, aborted=1)),
     "timelines": lambda: figures.timelines({"off": run(6), "on": run(50)}),
@@ -128,6 +134,8 @@ EXAMPLES: dict[str, Callable[[], go.Figure]] = {
     "golden_heatmap": lambda: figures.golden_heatmap(cells()),
     "victim_timeline": lambda: figures.victim_timeline({"off": run(6), "on": run(9)}, "r2"),
     "tradeoff": lambda: figures.tradeoff(settings()),
+    "hits_over_time": lambda: figures.hits_over_time({"off": run(6)[0], "on": run(9)[0]}),
+    "prefix_tree": lambda: figures.prefix_tree(tree()),
 }
 
 
@@ -165,7 +173,7 @@ def test_every_figure_suits_light_and_dark_pages(name: str) -> None:
 def test_every_axis_that_shows_numbers_is_titled(name: str) -> None:
     figure = example(name)
     titles = [axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes())]
-    if name == "golden_heatmap":  # its axes carry labels, which speak for themselves
+    if name in ("golden_heatmap", "prefix_tree"):  # labels that speak for themselves, or no axes at all
         return
     assert sum(bool(title) for title in titles) >= (1 if name == "paired_bars" else 2)
 
@@ -327,6 +335,8 @@ def test_kv_occupancy_shows_blocks_and_their_peak() -> None:
     pooled = figures.kv_occupancy(repeated(run(7), 200)[1])
     assert "highest of" in pooled.layout.yaxis.title.text
     assert max(pooled.data[0].y) == peak
+    held, known, free = figures.kv_occupancy(steps.assign(blocks_cached=3)).data
+    assert set(known.y) == {3} and np.add(np.add(held.y, known.y), free.y).tolist() == [BLOCKS] * (len(steps) + 1)
 
 
 @pytest.mark.parametrize(
@@ -508,3 +518,20 @@ def test_a_tradeoff_sets_the_baseline_apart_and_labels_every_point() -> None:
     baseline, feature = figures.tradeoff(settings()).data
     assert list(baseline.text) == ["whole"] and list(feature.text) == ["64", "256"]
     assert list(feature.x) == [2.6, 2.2] and list(feature.y) == [40.0, 150.0]
+
+
+# -------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_hits_over_time_end_at_the_runs_totals() -> None:
+    requests = run(7)[0]
+    computed, found = figures.hits_over_time({"": requests}).data
+    assert found.y[-1] == requests["num_cached_tokens"].sum()
+    assert computed.y[-1] == (requests["num_prompt_tokens"] - requests["num_cached_tokens"]).sum()
+    assert list(found.x) == sorted(found.x)
+
+
+def test_the_prefix_tree_shows_each_run_of_blocks_with_its_size_and_hits() -> None:
+    icicle = figures.prefix_tree(tree()).data[0]
+    assert list(icicle.parents) == ["", "0", ""] and list(icicle.values) == [256 * 12, 32 * 4, 128 * 3]
+    assert "256 tokens" in icicle.labels[0] and "12 requests" in icicle.labels[0] and "9 hits" in icicle.labels[0]

@@ -22,7 +22,7 @@ from lab.golden import (
     run_cell,
     run_matrix,
 )
-from lab.matrix import Mode, golden_matrix, modes, random_prompts
+from lab.matrix import CONTINUOUS, Mode, golden_matrix, modes, random_prompts
 
 ROOT = Path(__file__).parent.parent
 DTYPES = ("float32", "bfloat16")
@@ -35,7 +35,7 @@ def output(*token_ids: int, logprobs: tuple[float, ...] | None = None) -> Golden
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_alone_equals_50_random_batches_on_the_tiny_model(ops: Literal["reference", "cpu"], dtype: str) -> None:
-    llm = LLM("random:tiny", ops=ops, dtype=dtype, num_kv_blocks=200, max_num_seqs=8, max_num_batched_tokens=128)
+    llm = LLM("random:tiny", ops=ops, dtype=dtype, **CONTINUOUS, num_kv_blocks=200, max_num_seqs=8)
     prompts, params = random_prompts(512, 24), SamplingParams(max_tokens=24)
     alone = run_alone(llm, prompts, params)
     assert len({one.token_ids for one in alone.values()}) > 20, "the prompts' answers must differ to prove anything"
@@ -45,7 +45,7 @@ def test_alone_equals_50_random_batches_on_the_tiny_model(ops: Literal["referenc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_alone_equals_8_random_batches_on_the_real_model(dtype: str, smollm2: Path) -> None:
-    llm = LLM("smollm2-135m", dtype=dtype, num_kv_blocks=200)
+    llm = LLM("smollm2-135m", dtype=dtype, **CONTINUOUS, num_kv_blocks=200)
     # A part of the set and a few tokens each: all of them, at full length, run in stage 0's notebook.
     encoded = encode(llm, load_prompts(ROOT / "workloads" / "prompts.jsonl"))
     prompts = dict(sorted(encoded.items(), key=lambda item: len(item[1]))[:40:5])

@@ -6,20 +6,23 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis.stateful import initialize
 
 from engine.kv.block_pool import BlockPool
+from engine.kv.prefix_cache import PrefixCache
 from engine.request import Request, RequestError, SamplingParams
 from engine.scheduler.loop import Scheduler
 from tests.fakes import EOS, VOCAB, expected_tokens, make_scheduler, run_step
-from tests.schedules import Schedules, machine
+from tests.schedules import MAX_MODEL_LEN, Schedules, machine
 
-STATIC: dict[str, Any] = {"batching": "static", "enable_chunked_prefill": False}
+UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
+STATIC: dict[str, Any] = {"batching": "static", "enable_chunked_prefill": False} | UNCACHED
 
 
 class StaticSchedules(Schedules):
     """The baseline."""
 
-    OPTIONS = st.just({"batching": "static", "enable_chunked_prefill": False})
+    OPTIONS = st.just({"batching": "static", "enable_chunked_prefill": False} | UNCACHED)
 
 
 TestStaticSchedules = machine(StaticSchedules)
@@ -28,7 +31,7 @@ TestStaticSchedules = machine(StaticSchedules)
 class ContinuousSchedules(Schedules):
     """Requests join and leave at every step."""
 
-    OPTIONS = st.just({"enable_chunked_prefill": False})
+    OPTIONS = st.just({"enable_chunked_prefill": False} | UNCACHED)
 
 
 TestContinuousSchedules = machine(ContinuousSchedules)
@@ -37,10 +40,56 @@ TestContinuousSchedules = machine(ContinuousSchedules)
 class ChunkedSchedules(Schedules):
     """Prompts are split, in continuous and in static batches."""
 
-    OPTIONS = st.fixed_dictionaries({"batching": st.sampled_from(["continuous", "continuous", "static"])})
+    OPTIONS = st.fixed_dictionaries(
+        {"batching": st.sampled_from(["continuous", "continuous", "static"]), "enable_prefix_caching": st.just(False)}
+    )
 
 
 TestChunkedSchedules = machine(ChunkedSchedules)
+
+
+def shared_prompt(family: int, shared: int, own: list[int]) -> list[int]:
+    """A prompt that begins like every other of its family."""
+    return ([(7 * family + 3 * i) % VOCAB for i in range(shared)] + own)[:MAX_MODEL_LEN] or [family]
+
+
+class PrefixSchedules(Schedules):
+    """Prompts begin alike, blocks are shared, forgotten and revived; salts keep some apart."""
+
+    OPTIONS = st.fixed_dictionaries(
+        {
+            "batching": st.sampled_from(["continuous", "continuous", "static"]),
+            "enable_chunked_prefill": st.booleans(),
+        }
+    )
+    PROMPTS = st.builds(
+        shared_prompt,
+        st.integers(0, 2),
+        st.integers(0, MAX_MODEL_LEN - 4),
+        st.lists(st.integers(0, VOCAB - 1), max_size=6),
+    )
+    SALTS = st.sampled_from(["", "", "tenant"])
+
+
+TestPrefixSchedules = machine(PrefixSchedules, examples=5000)
+
+
+def weak_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Four values for every block: most of what is looked up collides."""
+    return bytes([(sum(parent) + sum(tokens)) % 4])
+
+
+class CollidingSchedules(PrefixSchedules):
+    """The same with a hash that nearly always collides: entries hide each other, and tokens never change."""
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        super().start(data)
+        pool, block_size = self.scheduler.pool, self.scheduler._block_size
+        self.scheduler._cache = PrefixCache(pool, block_size, "", weak_hash)
+
+
+TestCollidingSchedules = machine(CollidingSchedules, examples=1000)
 
 
 def request(name: str, num_prompt: int, max_tokens: int, ignore_eos: bool = True) -> Request:

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Protocol
+
+
+class Contents(Protocol):
+    """Who knows what a block holds, while it is held and after."""
+
+    def is_known(self, block: int) -> bool:
+        """Whether the block's contents may be asked for again."""
+
+    def forget(self, block: int) -> None:
+        """A known block is reused."""
 
 
 class BlockPool:
@@ -11,16 +22,24 @@ class BlockPool:
 
     A *promise* is a counter: admission promises the blocks a request can need at worst, allocation draws on that
     promise lazily, so a running request can always go on and nobody is ever preempted. Freed blocks queue up behind
-    the others (least recently freed is reused first), which is the order a prefix cache evicts in.
+    the others (least recently freed is reused first), which is the order a prefix cache evicts in; where there is a
+    cache, blocks whose contents it does not know are reused before all others.
 
     Args:
         num_blocks: Blocks in the pool; ids are 0 .. num_blocks - 1.
-        on_free: Called with each block that comes back; tests poison the block's memory here.
+        on_free: Called with each block whose contents nobody can ask for any more: freed unknown, or known and about
+            to be reused. Tests poison the block's memory here.
+
+    Attributes:
+        contents: The cache that knows what blocks hold, if there is one.
+        num_cached: Free blocks whose contents are known.
     """
 
     def __init__(self, num_blocks: int, on_free: Callable[[int], None] | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_promised = 0
+        self.contents: Contents | None = None
+        self.num_cached = 0
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._on_free = on_free
@@ -57,6 +76,8 @@ class BlockPool:
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._ref_counts[block] = 1
+            if self._is_known(block):
+                self._forget(block)
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -64,6 +85,7 @@ class BlockPool:
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del self._free[block]
+                self.num_cached -= self._is_known(block)
             self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -73,8 +95,19 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._free[block] = None
+                if self._is_known(block):
+                    self.num_cached += 1
+                    continue
+                if self.contents is not None:
+                    self._free.move_to_end(block, last=False)
                 if self._on_free is not None:
                     self._on_free(block)
+
+    def forget_all(self) -> None:
+        """Make the contents of every free block unknown."""
+        for block in self._free:
+            if self._is_known(block):
+                self._forget(block)
 
     def check(self, block_tables: Iterable[Iterable[int]]) -> None:
         """Assert the conservation laws against the block tables that hold blocks now (O(blocks); for tests)."""
@@ -85,3 +118,14 @@ class BlockPool:
         assert holders == self._ref_counts, "a block's ref_count differs from the block tables that hold it"
         assert all((block in self._free) == (count == 0) for block, count in enumerate(holders)), "free queue differs"
         assert 0 <= self.num_promised <= self.num_free, f"{self.num_promised} promised of {self.num_free} free blocks"
+        assert self.num_cached == sum(map(self._is_known, self._free)), "num_cached differs from the known free blocks"
+
+    def _is_known(self, block: int) -> bool:
+        return self.contents is not None and self.contents.is_known(block)
+
+    def _forget(self, block: int) -> None:
+        assert self.contents is not None
+        self.contents.forget(block)
+        self.num_cached -= 1
+        if self._on_free is not None:
+            self._on_free(block)

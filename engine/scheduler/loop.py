@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.kv.block_pool import BlockPool
-from engine.kv.prefix_cache import NoPrefixCache, PrefixCacheLike
+from engine.kv.prefix_cache import CacheStats, PrefixCacheLike, make_prefix_cache
 from engine.request import FinishReason, Request, RequestError
 from engine.scheduler.admission import Admission, give_back, make_admission
 from engine.scheduler.prefill import Prefill, make_prefill
@@ -81,14 +81,19 @@ class Scheduler:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, pool: BlockPool, max_model_len: int, eos_token_ids: tuple[int, ...]
+        cls,
+        config: EngineConfig,
+        pool: BlockPool,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        fingerprint: str = "",
     ) -> Scheduler:
-        """The factory: which policy each option substitutes."""
+        """The factory: which policy each option substitutes. ``fingerprint`` names whose KV the pool holds."""
         return cls(
             pool,
             admission=make_admission(config, pool),
             prefill=make_prefill(config),
-            cache=NoPrefixCache(),
+            cache=make_prefix_cache(config, pool, fingerprint),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -166,6 +171,7 @@ class Scheduler:
             self._admission.joined()
             request.admitted_time = now
             self.pool.retain(hit)
+            self._cache.admitted(request, len(hit))
             request.block_table = list(hit)
             request.num_cached_tokens = request.num_computed_tokens = num_cached
             request.num_promised_blocks = need - len(hit)
@@ -217,9 +223,14 @@ class Scheduler:
             self.check()
         return sampled
 
+    def drain_cache(self) -> CacheStats:
+        """What the prefix cache did since the last call."""
+        return self._cache.drain()
+
     def check(self) -> None:
         """Assert the conservation laws (O(blocks); for tests and debugging)."""
         holders = (*self.running, *self._admission.held())
+        self._cache.check()
         self.pool.check(request.block_table for request in holders)
         assert self.pool.num_promised == sum(request.num_promised_blocks for request in holders)
         assert len(self.running) <= self._max_num_seqs

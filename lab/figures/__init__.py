@@ -1,5 +1,6 @@
 """The figures of the reports: every function takes pandas frames and returns a plotly figure of fixed height."""
 
+from lab.figures.cache import hits_over_time, prefix_tree
 from lab.figures.compare import ecdf, paired_bars
 from lab.figures.golden import golden_heatmap
 from lab.figures.stalls import tradeoff, victim_timeline
@@ -12,9 +13,11 @@ __all__ = [
     "batch_composition",
     "ecdf",
     "golden_heatmap",
+    "hits_over_time",
     "kv_occupancy",
     "length_scatter",
     "paired_bars",
+    "prefix_tree",
     "timeline",
     "timelines",
     "tradeoff",

@@ -11,6 +11,7 @@ from lab.figures.style import (
     BAND,
     BASELINE,
     DECODE,
+    FEATURE,
     KV,
     NEUTRAL,
     PREFILL,
@@ -156,23 +157,29 @@ def _closed(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def kv_occupancy(steps: pd.DataFrame, *, title: str = "KV cache occupancy") -> go.Figure:
-    """KV blocks held and free over time, and the highest share held.
+    """KV blocks held, free but known to the prefix cache, and free over time, and the highest share held.
 
     Of more than 1,200 steps the staircase shows the highest of every few consecutive ones (the axis says of how many).
 
     Args:
-        steps: one row per step, in order, with `start` and `end` (seconds), `blocks_held` and `blocks_free`.
+        steps: one row per step, in order, with `start` and `end` (seconds), `blocks_held`, `blocks_free`, and
+            `blocks_cached`, which of the free ones hold known prefixes.
         title: the figure's title.
 
     Raises:
         ValueError: a column is missing, or there are no steps.
     """
-    require(steps, "steps", (*STEP_COLUMNS, "blocks_held", "blocks_free"))
+    require(steps, "steps", (*STEP_COLUMNS, "blocks_held", "blocks_free", "blocks_cached"))
     size = pool_size(steps)
-    blocks = _closed(pool(steps[["blocks_held", "blocks_free"]], size, {"blocks_held": "max", "blocks_free": "min"}))
+    how = {"blocks_held": "max", "blocks_free": "min", "blocks_cached": "min"}
+    blocks = _closed(pool(steps[list(how)], size, how))
+    blocks["blocks_free"] -= blocks["blocks_cached"]
     times = rounded([*steps["start"].iloc[::size], steps["end"].iloc[-1]])
     figure = go.Figure()
-    for column, name, color in (("blocks_held", "held", KV), ("blocks_free", "free", BAND)):
+    parts = (("blocks_held", "held", KV), ("blocks_cached", "free, known", FEATURE), ("blocks_free", "free", BAND))
+    for column, name, color in parts:
+        if column == "blocks_cached" and not blocks[column].any():
+            continue
         figure.add_scatter(
             x=times, y=blocks[column].tolist(), name=name, stackgroup="blocks", mode="lines", fillcolor=color,
             line={"shape": "hv", "width": 0, "color": color}, hovertemplate=f"%{{y}} blocks {name}<extra></extra>",
