@@ -212,6 +212,7 @@ class LLM:
             return self._runner.logits(self.core.scheduler.schedule().scheduled)[0]
         finally:
             self.core.abort(request.request_id)
+            self.core.scheduler.drain_cache()  # no step of the requests did this
 
     def _advance(self, mine: set[str]) -> Iterator[tuple[TokenOutput, RequestOutput | None]]:
         self._step_into_backlog()

@@ -134,7 +134,7 @@ class SharedPrefixPrompts(Schema):
             rng = context.rng("prefix tokens")
             prefixes = [tuple(rng.integers(context.vocab_size, size=size).tolist()) for size in shared]
             return [
-                prefixes[prefix] + tuple(suffix)  # type: ignore[arg-type]
+                prefixes[prefix] + tuple(suffix)
                 for prefix, suffix in zip(chosen, context.random_prompts(own), strict=True)
             ]
 

@@ -115,7 +115,7 @@ def test_500_requests_through_a_pool_of_40_blocks_end_with_every_block_free() ->
 
 def test_memory_stays_flat_over_10_000_requests() -> None:
     """What a step allocates is freed with its requests: nothing grows with history."""
-    scheduler, _ = make_scheduler(num_kv_blocks=64, max_num_seqs=8)  # the prefix cache forgets with the pool
+    scheduler, _ = make_scheduler(num_kv_blocks=64, max_num_seqs=8)
 
     def serve(count: int) -> None:
         for i in range(count):
@@ -123,6 +123,7 @@ def test_memory_stays_flat_over_10_000_requests() -> None:
             while len(scheduler.waiting) > 4 or (i + 1 == count and scheduler.has_unfinished):
                 plan = scheduler.schedule()
                 scheduler.update(plan, {item.request.request_id: (1, -1.0) for item in plan.scheduled})
+                scheduler.drain_cache()  # as EngineCore does after each step
 
     serve(500)  # what is allocated once
     tracemalloc.start()

@@ -183,11 +183,9 @@ class PrefixCache:
         assert sum(len(entry.blocks) for entry in self._entries.values()) == len(self._by_block)
 
     def _publish(self, request: Request, index: int) -> bool:
-        parent: _Entry | str | None = request.params.cache_salt
-        if index > 0:
-            parent = self._by_block.get(request.block_table[index - 1])
-            if parent is None:
-                return False
+        parent = self._by_block.get(request.block_table[index - 1]) if index > 0 else request.params.cache_salt
+        if parent is None:
+            return False
         (key, tokens), block = request.block_hashes[index], request.block_table[index]
         entry = self._entries.get(key)
         if entry is None:
