@@ -18,7 +18,8 @@ class Acted:
         mid_block: Chunks after which a prompt stood in the middle of a KV block.
         mixed: Steps that held an unfinished prompt's chunk beside decodes.
         hit_tokens: Prompt tokens that were found in the prefix cache.
-        hits_beside_misses: Steps in which a prompt that was found in part joined beside one of which nothing was.
+        hits_beside_misses: Steps in which a prompt joined of which every full block was found, beside one of which some
+            were not.
     """
 
     block_size: int = 16
@@ -58,5 +59,7 @@ class Acted:
     def _see_hits(self, stats: StepStats) -> None:
         joined = [item for item in stats.scheduled if item.is_prefill and item.start == item.request.num_cached_tokens]
         found = [item.request.num_cached_tokens for item in joined]
+        could = [(item.request.num_prompt_tokens - 1) // self.block_size * self.block_size for item in joined]
         self.hit_tokens += sum(found)
-        self.hits_beside_misses += any(found) and not all(found)
+        missing = [most - hit for hit, most in zip(found, could, strict=True) if most > 0]
+        self.hits_beside_misses += any(missing) and not all(missing)

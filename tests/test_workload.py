@@ -267,6 +267,7 @@ def test_a_trace_can_give_only_the_arrivals(tmp_path: Path) -> None:
         ("quick_mix", "b52289fc67b5e72d3f1ccfeb791c1a5659375f1ba4e7fe0246bcfd812430839e"),
         ("mixed_lengths", "beadc9434bf03258e6881fd115a4153537d65271db6c324ea382adc5f0032a25"),
         ("long_prompts_with_decode", "f10d3e628a6b0b0edf2b063c643f8eb9b84558b021334ad26e0b9adf3ce60fc1"),
+        ("short_prompts", "b724ca3aceaf696acf9b19bd8e9ae97c8e73f9ddb9c06a9883562b439904960b"),
         ("shared_prefix", "812ef929bb5e333d1a46b84c372835b497364f90bc3672550cb05d7ad66c276b"),
         ("uniform", "9b77b0f7e802db258087a384c6dd1e7a9188fc6166ebef98c3724fc1ffa40a56"),
     ],

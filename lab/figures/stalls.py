@@ -47,7 +47,7 @@ def victim_timeline(runs: Mapping[str, Run], victim: str, *, title: str = "One r
         subplot_titles=[text for label in runs for text in (f"<b>{label}</b>", "")],
     )  # fmt: skip
     panel_titles(figure)
-    span = [np.inf, -np.inf]
+    span, longest = [np.inf, -np.inf], 0.0
     for number, (label, (requests, steps, scheduled)) in enumerate(runs.items()):
         require(requests, "requests", REQUEST_COLUMNS)
         found = requests.loc[requests["request_id"] == victim, "token_times"]
@@ -55,6 +55,7 @@ def victim_timeline(runs: Mapping[str, Run], victim: str, *, title: str = "One r
             raise ValueError(f"the run {label!r} has no request {victim!r}; choose one that is in every run")
         times = np.asarray(found.iloc[0], dtype=float)
         span = [min(span[0], times[0]), max(span[1], times[-1])]
+        longest = max(longest, float(np.diff(times).max(initial=0.0)) * 1e3)
         row = 2 * number + 1
         figure.add_scatter(
             x=rounded(times[1:]), y=rounded(np.diff(times) * 1e3, 2), mode="lines+markers", name="gap before the token",
@@ -70,8 +71,10 @@ def victim_timeline(runs: Mapping[str, Run], victim: str, *, title: str = "One r
             customdata=prefills["request_id"].tolist(),
             hovertemplate="%{y} prompt tokens of %{customdata}<extra></extra>", row=row + 1, col=1,
         )  # fmt: skip
-        figure.update_yaxes(title_text="gap, ms", rangemode="tozero", matches="y", row=row, col=1)
+        figure.update_yaxes(title_text="gap, ms", row=row, col=1)
         figure.update_yaxes(title_text="tokens", rangemode="tozero", nticks=3, row=row + 1, col=1)
+    for row in range(1, len(heights), 2):  # one scale for every run's gaps
+        figure.update_yaxes(range=[0, 1.08 * longest], row=row, col=1)
     margin = 0.02 * (span[1] - span[0])
     figure.update_xaxes(range=[span[0] - margin, span[1] + margin])
     figure.update_xaxes(title_text="time since the start of the run, s", row=len(heights), col=1)
