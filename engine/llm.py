@@ -178,6 +178,7 @@ class LLM:
         if self.core.has_unfinished:
             raise RequestError("requests are running; let them end or abort them before resetting the prefix cache")
         self.core.scheduler.pool.forget_all()
+        self.core.scheduler.drain_cache()  # the next step's log begins with an empty cache
 
     def close(self) -> None:
         """End the other ranks' processes. An engine of one rank holds none and may go on."""

@@ -18,7 +18,7 @@ def replay_hits(record: RunRecord, block_size: int, salts: Mapping[str, str] | N
     """Replay the cache's log and count the hits that each admission must have had.
 
     Args:
-        record: A run's records with its cache log.
+        record: A run's records with its cache log; the cache was empty when the run began.
         block_size: Tokens per block.
         salts: request_id to cache salt; "" where missing.
 

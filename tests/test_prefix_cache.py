@@ -360,7 +360,10 @@ def test_an_arm_empties_or_warms_the_cache_before_each_trial() -> None:
         for _ in range(2):
             arm.prepare(0)
             assert arm.observe_cache() == arm.cache == state
-            assert arm.run(0).requests["num_cached_tokens"].tolist() == [found]
+            record = arm.run(0)
+            assert record.requests["num_cached_tokens"].tolist() == [found]
+            if not warm:
+                assert replay_hits(record, 16)["hit_tokens"].tolist() == [0], "no trial's log holds another's evictions"
 
 
 def test_the_shared_prefix_workload_shares_what_it_says() -> None:
