@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lab.figures.style import (
+    BAND,
     BASELINE,
     BOTTOM,
     FEATURE,
@@ -91,5 +92,6 @@ def prefix_tree(tree: pd.DataFrame, *, title: str = "Prefixes that prompts share
         customdata=[[depth, depth + tokens] for depth, tokens in zip(tree["depth"], tree["tokens"], strict=True)],
         hovertemplate="tokens %{customdata[0]} to %{customdata[1]}<br>%{label}<extra></extra>",
         pathbar={"visible": False},
+        root={"color": BAND},
     )  # fmt: skip
     return finish(figure, title, 380, legend_lines=0)
