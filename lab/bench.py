@@ -202,7 +202,7 @@ def _table(arguments: argparse.Namespace) -> str:
     experiment = run_experiment(
         engine_arm("baseline", baseline, replays),
         engine_arm("feature", feature, replays),
-        replays.golden(baseline, arguments.seeds, desc="golden answers, each request alone"),
+        replays.golden(baseline, arguments.seeds, desc="golden answers, by the baseline"),
         pairs=arguments.pairs,
         seeds=arguments.seeds,
         keep=arguments.save,

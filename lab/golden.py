@@ -121,14 +121,17 @@ def run_cell(
     done: Outputs = {}
     with tqdm(total=len(pending), desc=desc, unit="prompt", disable=desc is None) as bar:
         while len(done) < len(prompts):
-            _, outputs, stats = llm.step()
-            if stats is not None:
-                observe(stats)
-            for output in outputs:
-                if output.request_id in pending:
-                    done[pending[output.request_id]] = GoldenOutput.of(output)
-                    bar.update()
+            done |= (ended := _step(llm, pending, observe))
+            bar.update(len(ended))
     return {name: done[name] for name in prompts}
+
+
+def _step(llm: LLM, pending: Mapping[str, str], observe: Observe) -> Outputs:
+    """One step: the outputs of the prompts (request_id to name) that ended in it."""
+    _, outputs, stats = llm.step()
+    if stats is not None:
+        observe(stats)
+    return {pending[output.request_id]: GoldenOutput.of(output) for output in outputs if output.request_id in pending}
 
 
 def run_alone(
@@ -163,13 +166,8 @@ def run_among_aborts(
                     strangers.append(llm.add_request(stranger, params))
             if strangers and generator.random() < 0.2:
                 llm.abort(strangers.pop(generator.randrange(len(strangers))))
-            _, outputs, stats = llm.step()
-            if stats is not None:
-                observe(stats)
-            for output in outputs:
-                if output.request_id in pending:
-                    done[pending[output.request_id]] = GoldenOutput.of(output)
-                    bar.update()
+            done |= (ended := _step(llm, pending, observe))
+            bar.update(len(ended))
     for request_id in strangers:
         llm.abort(request_id)
     return {name: done[name] for name in prompts}
