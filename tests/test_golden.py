@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ from lab.golden import (
     run_cell,
     run_matrix,
 )
-from lab.matrix import CONTINUOUS, Mode, golden_matrix, modes, random_prompts
+from lab.matrix import CONTINUOUS, Mode, golden_matrix, modes, random_prompts, run
 
 ROOT = Path(__file__).parent.parent
 DTYPES = ("float32", "bfloat16")
@@ -144,3 +145,9 @@ def test_a_mode_that_did_not_act_proves_nothing() -> None:
         Mode(1, graph=True).proof(llm)
     with pytest.raises(AssertionError, match="TP 2, eager: 1 ranks ran"):
         Mode(2, graph=False).proof(llm)
+
+
+def test_a_matrix_too_small_to_prove_anything_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = argparse.Namespace(stage=1, model="random:tiny", dtype=["float32"], prompts=4, max_tokens=4, tp=[1])
+    assert run(arguments) == 1
+    assert "error: a cell could not have failed: TP 1, graph: 0 padded graphs" in capsys.readouterr().err
