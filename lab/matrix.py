@@ -134,7 +134,7 @@ def _split_alone(acted: Acted) -> str:
 
 def _chunks(size: int) -> Variant:
     """Chunks of ``size`` tokens; one that no prompt exceeds splits none, and is there to show just that."""
-    acted = _split if size <= 64 else _split_alone if size <= 256 else _whole
+    acted = _split if size <= 256 else _whole
     options = CHUNKED | {"max_num_batched_tokens": size}
     return Variant(f"chunks of {size}", options | {"max_num_seqs": min(size, 8)}, acted=acted)
 
@@ -265,10 +265,11 @@ def golden_prompts(llm: LLM, count: int) -> TokenPrompts:
 def random_prompts(vocab_size: int, count: int, seed: int = 0) -> Mapping[str, tuple[int, ...]]:
     """Random prompts of 1 to 100 tokens; block-aligned lengths (k * 16 - 1, k * 16, k * 16 + 1) come first.
 
-    After these, of every four the third and fourth begin with the same 40 tokens.
+    After these, of every four the third and fourth begin with the same 40 tokens; the 13th prompt is of 280 tokens.
     """
     generator = random.Random(seed)
     lengths = [1, 15, 16, 17, 31, 32, 33, 47, 48, 49] + [generator.randint(1, 100) for _ in range(count)]
+    lengths[12:13] = [280]
     shared = tuple(generator.randrange(3, vocab_size) for _ in range(40))
     prompts = [tuple(generator.randrange(3, vocab_size) for _ in range(length)) for length in lengths[:count]]
     return {

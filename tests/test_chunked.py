@@ -121,7 +121,7 @@ def test_any_chunk_size_gives_the_bits_of_whole_prompts(
     acted = Acted()
     options = CHUNKED | {"max_num_batched_tokens": chunk, "max_num_seqs": min(chunk, 8)}
     assert differences(whole, run_cell(tiny(dtype, ops=ops, **options), prompts, params, observe=acted.see)) == []
-    assert acted.split > 0 and acted.mid_block > 0 and (acted.mixed > 0 or chunk in (1, 256))
+    assert acted.split > 0 and acted.mid_block > 0 and (acted.mixed > 0 or chunk == 1)
     if chunk > 1:
         assert differences(whole, run_among_aborts(tiny(dtype, ops=ops, **options), prompts, params)) == []
 
