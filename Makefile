@@ -20,9 +20,10 @@ ACCEPT_0 := -p num_generated 64 -p num_alone 64 -p num_compositions 8 -p pairs 2
 ACCEPT_1 := -p num_prompts 64 -p mode_pairs 12
 ACCEPT_2 := -p num_prompts 64 -p mode_pairs 12
 ACCEPT_3 := -p num_prompts 64 -p mode_pairs 12
+ACCEPT_4 := -p num_prompts 24 -p pairs 10 -p mode_pairs 10 -p every_row True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format report golden accept bench-chunked bench-continuous bench-prefix bench-ops bench-scheduler lab clean distclean
+.PHONY: help setup test lint format report golden accept bench-chunked bench-continuous bench-prefix bench-pd bench-ops bench-scheduler lab clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +73,9 @@ bench-continuous: setup ## Continuous against static batching on mixed_lengths, 
 
 bench-prefix: setup ## Prefix caching on and off on shared_prefix, in pairs (TRACE=path: on a public trace)
 	$(PY) -m lab bench $(or $(TRACE),workloads/shared_prefix.yaml) --options max_num_seqs=8 num_kv_blocks=512 --baseline enable_prefix_caching=False --feature enable_prefix_caching=True $(ARGS)
+
+bench-pd: setup ## Prefill and decode apart (1P1D) against one engine on pd_interference, in pairs (CHANNEL=nixl|distributed)
+	$(PY) -m lab bench workloads/pd_interference.yaml --options max_num_seqs=8 num_kv_blocks=512 kv_channel=$(or $(CHANNEL),auto) --baseline disaggregated=False --feature disaggregated=True $(ARGS)
 
 bench-ops: setup ## Measure every op against torch's
 	$(PY) -m lab.bench_ops $(ARGS)

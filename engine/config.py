@@ -11,6 +11,7 @@ from typing import Any, Literal
 DTYPES = ("auto", "float32", "bfloat16")
 OPS_BACKENDS = ("auto", "reference", "cpu")
 BATCHING = ("continuous", "static")
+KV_CHANNELS = ("auto", "nixl", "distributed")
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 
@@ -43,6 +44,14 @@ class EngineConfig:
         tensor_parallel_size: Ranks that share the model, a process each. The outputs do not depend on it.
         enforce_eager: True never pads decode steps to a graph's batch size; False captures and replays them as CUDA
             graphs (on a CPU the same padded batches run without a capture). None takes graphs on a GPU alone.
+        disaggregated: Prefill in one process and decode in another (1P1D): an engine each, with these options, its own
+            KV pool, ranks and threads; the KV of every prompt travels from the first to the second.
+        kv_channel: How it travels: ``nixl``, ``distributed`` (torch.distributed), or ``auto`` (NIXL where installed).
+        kv_transfer_timeout: Seconds after which a transfer has failed: its request ends with an error, and the
+            connection is made anew.
+        prefill_address: ``host:port`` on which ``python -m engine.disaggregated --role prefill`` listens; None starts
+            both instances on this host.
+        decode_address: The same for ``--role decode``.
         check_invariants: Assert the conservation laws after every step (slow; for tests and debugging).
     """
 
@@ -60,6 +69,11 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool | None = None
+    disaggregated: bool = False
+    kv_channel: Literal["auto", "nixl", "distributed"] = "auto"
+    kv_transfer_timeout: float = 30.0
+    prefill_address: str | None = None
+    decode_address: str | None = None
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
@@ -73,11 +87,13 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} is not an integer; give a whole number of at least 1")
             if value < 1:
                 raise ConfigError(f"{name}={value} is below 1, the least the engine can work with; raise it")
-        for name, choices in (("dtype", DTYPES), ("ops", OPS_BACKENDS), ("batching", BATCHING)):
+        choices_of = {"dtype": DTYPES, "ops": OPS_BACKENDS, "batching": BATCHING, "kv_channel": KV_CHANNELS}
+        for name, choices in choices_of.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
-        for name in ("enable_chunked_prefill", "enable_prefix_caching", "check_invariants", "enforce_eager"):
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "check_invariants", "disaggregated",
+                     "enforce_eager"):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name != "enforce_eager"):
                 raise ConfigError(f"{name}={value!r} is not a bool; give True or False")
@@ -91,6 +107,23 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: a "
                 "step could not hold one token of every running request; raise the first or lower the second"
             )
+        self._check_disaggregation()
+
+    def _check_disaggregation(self) -> None:
+        timeout = self.kv_transfer_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise ConfigError(f"kv_transfer_timeout={timeout!r} is not a time; give seconds above 0")
+        addresses = {"prefill_address": self.prefill_address, "decode_address": self.decode_address}
+        for name, address in addresses.items():
+            if address is not None:
+                parse_address(address, name)
+        given = [name for name, address in addresses.items() if address is not None]
+        if given and not self.disaggregated:
+            raise ConfigError(f"{given[0]}={addresses[given[0]]!r} needs disaggregated=True; give both or neither")
+        if len(given) == 1:
+            raise ConfigError(f"{given[0]} is given without the other instance's address; give both or neither")
+        if self.disaggregated and self.batching == "static":
+            raise ConfigError("batching='static' cannot be disaggregated: requests join one by one as their KV arrives")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -106,6 +139,18 @@ class EngineConfig:
                 hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}"
                 raise ConfigError(f"unknown engine option {name}={options[name]!r}; {hint}")
         return cls(**options)
+
+
+def parse_address(address: str, name: str = "address") -> tuple[str, int]:
+    """``host:port``.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"{name}={address!r} is not host:port; give one such as 10.0.0.1:7001")
+    return host, int(port)
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from engine.config import ConfigError, EngineConfig, ModelConfig
-from engine.core import EngineCore, StepStats
-from engine.execution.graph import GraphReplay
-from engine.execution.launch import start_runner
-from engine.kv.block_pool import BlockPool
+from engine.core import Core, PoolUse, StepStats
+from engine.disaggregated import DisaggregatedCore
+from engine.execution.launch import start_engine
+from engine.execution.results import GraphReplay
 from engine.models.hub import resolve_model
 from engine.request import Request, RequestError, RequestOutput, RequestTiming, SamplingParams, TokenOutput
-from engine.scheduler.loop import Scheduler
 from engine.tokenizer import ChatMessage, IncrementalDecoder, load_tokenizer
+
+_Event = tuple[str, TokenOutput | None, RequestOutput | None]
+"""A request's token, its end, or both."""
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids, or the messages of a chat."""
@@ -52,17 +54,10 @@ class LLM:
         if self.max_model_len > limit:
             raise ConfigError(f"max_model_len={self.max_model_len} exceeds {limit}, the model's own limit; lower it")
         self.tokenizer = load_tokenizer(source.folder)
-        self._runner = runner = start_runner(source, self.model_config, self.config, self.max_model_len)
-        poison = runner.poison if self.config.check_invariants else None
-        pool = BlockPool(runner.num_kv_blocks, on_free=poison)
-        dtype = self.model_config.dtype if self.config.dtype == "auto" else self.config.dtype
-        fingerprint = f"{source.fingerprint}/{dtype}/{runner.ops.name}"
-        scheduler = Scheduler.from_config(
-            self.config, pool, self.max_model_len, self.model_config.eos_token_ids, fingerprint
-        )
-        self.core = EngineCore(scheduler, runner, self.model_config.vocab_size)
+        start = DisaggregatedCore.start if self.config.disaggregated else start_engine
+        self.core: Core = start(source, self.model_config, self.config, self.max_model_len)
         self._ids = itertools.count()
-        self._backlog: list[tuple[TokenOutput, RequestOutput | None]] = []
+        self._backlog: list[_Event] = []
 
     def generate(
         self,
@@ -96,10 +91,10 @@ class LLM:
                 mine = {request.request_id for request in requests}
                 num_tokens = 0
                 while len(done) < len(requests):
-                    for token, output in self._advance(mine):
-                        num_tokens += 1
+                    for request_id, token, output in self._advance(mine):
+                        num_tokens += token is not None
                         if output is not None:
-                            done[token.request_id] = output
+                            done[request_id] = output
                             bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
                             bar.update()
             finally:
@@ -112,13 +107,19 @@ class LLM:
         """Run one prompt and yield each token, with the text it adds, as it appears.
 
         Leaving the iteration early aborts the request.
+
+        Raises:
+            RequestError: The request is refused, or failed on its way.
         """
         request = self._request(prompt, sampling_params or SamplingParams(), None)
         self.core.add(request)
         decoder = None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
         try:
             while request.finish_reason is None:
-                for token, _ in self._advance({request.request_id}):
+                for _, token, output in self._advance({request.request_id}):
+                    if token is None:
+                        assert output is not None
+                        raise RequestError(f"request {request.request_id}: {output.error}")
                     text = None if decoder is None else decoder.push(token.token_id, token.finish_reason is not None)
                     yield TokenOutput(token.request_id, token.token_id, token.logprob, token.finish_reason, text)
         finally:
@@ -147,27 +148,33 @@ class LLM:
         """
         stats = self._step_into_backlog()
         backlog, self._backlog = self._backlog, []
-        return [token for token, _ in backlog], [output for _, output in backlog if output is not None], stats
+        tokens = [token for _, token, _ in backlog if token is not None]
+        return tokens, [output for _, _, output in backlog if output is not None], stats
 
     @property
     def ops_name(self) -> str:
         """The op set in use."""
-        return self._runner.ops.name
+        return self.core.facts().ops
 
     @property
     def world_size(self) -> int:
-        """Ranks at work, as their group counts them."""
-        return self._runner.group.size
+        """Ranks at work, as their group counts them; of each instance where there are two."""
+        return self.core.facts().world_size
 
     @property
     def communication_s(self) -> float:
         """Seconds that rank 0 has spent in exchanges between ranks so far, waiting for the others included."""
-        return self._runner.group.seconds
+        return self.core.facts().communication_s
 
     @property
     def graph_replays(self) -> tuple[GraphReplay, ...]:
         """How often each graph ran, and how often padded; nothing where ``enforce_eager`` turned graphs off."""
-        return () if self._runner.graphs is None else self._runner.graphs.replays
+        return self.core.facts().graph_replays
+
+    @property
+    def kv_pools(self) -> Mapping[str, PoolUse]:
+        """The KV pools by instance: ``engine``, or ``prefill`` and ``decode``."""
+        return self.core.pools()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix.
@@ -177,12 +184,11 @@ class LLM:
         """
         if self.core.has_unfinished:
             raise RequestError("requests are running; let them end or abort them before resetting the prefix cache")
-        self.core.scheduler.pool.forget_all()
-        self.core.scheduler.drain_cache()  # the next step's log begins with an empty cache
+        self.core.forget_prefixes()
 
     def close(self) -> None:
-        """End the other ranks' processes. An engine of one rank holds none and may go on."""
-        self._runner.close()
+        """End the other ranks' and instances' processes. An engine of one rank holds none and may go on."""
+        self.core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -208,18 +214,14 @@ class LLM:
         if self.core.has_unfinished:
             raise RequestError("requests are running; let them end or abort them before asking for logits")
         request = self._request(tuple(token_ids), SamplingParams(max_tokens=1), "logits")
-        self.core.add(request)
-        try:
-            return self._runner.logits(self.core.scheduler.schedule().scheduled)[0]
-        finally:
-            self.core.abort(request.request_id)
-            self.core.scheduler.drain_cache()  # no step of the requests did this
+        logits: Tensor = self.core.logits(request)
+        return logits
 
-    def _advance(self, mine: set[str]) -> Iterator[tuple[TokenOutput, RequestOutput | None]]:
+    def _advance(self, mine: set[str]) -> Iterator[_Event]:
         self._step_into_backlog()
         backlog, self._backlog = self._backlog, []
         for item in backlog:
-            if item[0].request_id in mine:
+            if item[0] in mine:
                 yield item
             else:
                 self._backlog.append(item)
@@ -232,7 +234,10 @@ class LLM:
             token = TokenOutput(
                 request.request_id, request.token_ids[-1], request.logprobs[-1], request.finish_reason, None
             )
-            self._backlog.append((token, None if request.finish_reason is None else self._output(request)))
+            output = None if request.finish_reason is None else self._output(request)
+            self._backlog.append((request.request_id, token, output))
+        for request, error in step.failed:
+            self._backlog.append((request.request_id, None, self._output(request, error)))
         return step.stats
 
     def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
@@ -253,7 +258,7 @@ class LLM:
             raise RequestError(f"the model has no tokenizer, so {str(prompt)[:40]!r} cannot be encoded; give token ids")
         return self.tokenizer.encode_chat(cast(Any, prompt)) if is_chat else self.tokenizer.encode(cast(str, prompt))
 
-    def _output(self, request: Request) -> RequestOutput:
+    def _output(self, request: Request, error: str | None = None) -> RequestOutput:
         assert request.finish_reason is not None
         generated = request.token_ids[request.num_prompt_tokens :]
         return RequestOutput(
@@ -267,6 +272,7 @@ class LLM:
             timing=RequestTiming(
                 request.arrival_time, request.admitted_time, tuple(request.token_times), request.finish_time
             ),
+            error=error,
         )
 
 

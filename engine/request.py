@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestError(ValueError):
@@ -119,7 +119,10 @@ class RequestTiming:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a request produced. ``logprobs[i]`` is the float32 log-probability of ``token_ids[i]`` under the model."""
+    """What a request produced. ``logprobs[i]`` is the float32 log-probability of ``token_ids[i]`` under the model.
+
+    ``error`` says why where ``finish_reason`` is ``error``: the output is what there was until then.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -129,6 +132,7 @@ class RequestOutput:
     finish_reason: FinishReason
     num_cached_tokens: int
     timing: RequestTiming
+    error: str | None = None
 
 
 @dataclass(frozen=True)

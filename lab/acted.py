@@ -20,6 +20,8 @@ class Acted:
         hit_tokens: Prompt tokens that were found in the prefix cache.
         hits_beside_misses: Steps in which a prompt joined of which every full block was found, beside one of which some
             were not.
+        moved_blocks: KV blocks that travelled from one instance to another.
+        kept_blocks: KV blocks of handed-over prompts that did not have to.
     """
 
     block_size: int = 16
@@ -30,6 +32,8 @@ class Acted:
     mixed: int = 0
     hit_tokens: int = 0
     hits_beside_misses: int = 0
+    moved_blocks: int = 0
+    kept_blocks: int = 0
     _running: set[str] = field(default_factory=set)
     _left: bool = False
 
@@ -43,6 +47,9 @@ class Acted:
             self.joined += len(names - self._running)
         self._see_chunks(stats)
         self._see_hits(stats)
+        for transfer in stats.transfers:
+            self.moved_blocks += transfer.num_blocks
+            self.kept_blocks += transfer.num_blocks_hit
         self._running = names
         self._left |= any(item.request.finish_reason is not None for item in stats.scheduled)
 

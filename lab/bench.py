@@ -7,7 +7,6 @@ feature in pairs and prints the one table of every metric.
 from __future__ import annotations
 
 import argparse
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +84,7 @@ def engine_arm(
     def observe() -> CacheState:
         if not llm.config.enable_prefix_caching:
             return CacheState.NONE
-        return CacheState.WARM if llm.core.scheduler.pool.num_cached else CacheState.COLD
+        return CacheState.WARM if any(pool.num_cached for pool in llm.kv_pools.values()) else CacheState.COLD
 
     def prepare(seed: int) -> None:
         llm.reset_prefix_cache()
@@ -124,28 +123,23 @@ def option_experiment(
 
 
 class _Slowed:
-    """While entered, every step of the engine also calls ``pause``."""
+    """While entered, every step of an engine of one process also calls ``pause``."""
 
     def __init__(self, llm: LLM, pause: Callable[[], None]) -> None:
-        self._core, self._pause = llm.core, pause
+        self._runner: Any = getattr(llm.core, "runner")  # noqa: B009 - not every core has one
+        self._pause = pause
 
     def __enter__(self) -> None:
-        runner, pause = self._core.runner, self._pause
-        self._runner = runner
+        execute, pause = self._runner.execute, self._pause
 
-        class Slow:
-            num_kv_blocks = runner.num_kv_blocks
-            poison = runner.poison
+        def slow(scheduled: Any) -> Any:
+            pause()
+            return execute(scheduled)
 
-            @staticmethod
-            def execute(scheduled: Any) -> Any:
-                pause()
-                return runner.execute(scheduled)
-
-        self._core.runner = Slow()
+        self._runner.execute = slow
 
     def __exit__(self, *_: object) -> None:
-        self._core.runner = self._runner
+        del self._runner.execute
 
 
 def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -189,16 +183,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _table(arguments: argparse.Namespace) -> str:
     from engine import LLM
+    from engine.disaggregated import parse_options
     from lab.experiment import run_experiment
     from lab.metrics import summarise
     from lab.workload import load_workload
 
-    baseline = LLM(arguments.model, **_options([*arguments.options, *arguments.baseline]))
+    baseline = LLM(arguments.model, **parse_options([*arguments.options, *arguments.baseline]))
     replays = Replays(load_workload(arguments.workload), baseline, arguments.traces)
     if arguments.feature is None:
         record = replays.drive(baseline, arguments.seeds[0], save_to=arguments.save, desc="requests")
         return summarise(record)[["metric", "value", "unit", "n", "note"]].to_string(index=False)
-    feature = LLM(arguments.model, **_options([*arguments.options, *arguments.feature]))
+    feature = LLM(arguments.model, **parse_options([*arguments.options, *arguments.feature]))
     experiment = run_experiment(
         engine_arm("baseline", baseline, replays),
         engine_arm("feature", feature, replays),
@@ -209,17 +204,3 @@ def _table(arguments: argparse.Namespace) -> str:
     )
     columns = ["metric", "unit", "baseline", "feature", "change", "low", "high", "noise_high", "verdict", "note"]
     return experiment.compare()[columns].to_string(index=False, float_format="{:.4g}".format)
-
-
-def _options(pairs: Sequence[str]) -> Mapping[str, Any]:
-    """``name=value`` pairs as engine options; values are Python literals, or text."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise ValueError(f"{pair!r} is not OPTION=VALUE, as in max_num_seqs=8")
-        try:
-            options[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            options[name] = text
-    return options

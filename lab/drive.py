@@ -14,9 +14,9 @@ from typing import Any
 import pandas as pd
 from tqdm.auto import tqdm
 
-from engine.core import EngineCore, StepStats
+from engine.core import ENGINE, Core, StepStats
 from engine.request import Request, RequestError, SamplingParams
-from lab.record import CACHE, REQUESTS, SCHEDULED, STEPS, RunRecord, hash_tokens
+from lab.record import CACHE, REQUESTS, SCHEDULED, STEPS, TRANSFERS, RunRecord, hash_tokens
 from lab.sources import Prompt
 from lab.workload import Workload, WorkloadRequest
 
@@ -25,7 +25,7 @@ _NEVER = float("nan")
 
 
 def drive(
-    core: EngineCore,
+    core: Core,
     workload: Workload,
     encode: Encode | None = None,
     *,
@@ -69,7 +69,7 @@ def drive(
 class _Run:
     """One replay: what was asked, what the engine did, on one clock."""
 
-    def __init__(self, core: EngineCore, asked: Sequence[WorkloadRequest], prompts: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, core: Core, asked: Sequence[WorkloadRequest], prompts: Sequence[tuple[int, ...]]) -> None:
         self._core, self._asked, self._prompts = core, asked, prompts
         self._requests: list[Request] = []
         self._refused: set[str] = set()
@@ -80,16 +80,18 @@ class _Run:
         self._start = time.perf_counter()
         while True:
             self._add_due()
-            output = self._core.step()
+            all_added = len(self._requests) == len(self._asked)
+            due = None if all_added else self._start + self._asked[len(self._requests)].arrival_s
+            output = self._core.step(due)
             if output is None:
-                if len(self._requests) == len(self._asked):
+                if due is None:
                     return
-                due = self._start + self._asked[len(self._requests)].arrival_s
                 time.sleep(max(0.0, due - time.perf_counter()))
                 continue
             # Appending is all that happens while the run is timed; the frames are built afterwards.
-            self._steps.append((output.stats, time.perf_counter()))
-            ended = sum(request.finish_reason is not None for request in output.sampled)
+            if output.stats is not None:
+                self._steps.append((output.stats, time.perf_counter()))
+            ended = len(output.failed) + sum(request.finish_reason is not None for request in output.sampled)
             if ended:
                 finished(ended)
 
@@ -104,6 +106,7 @@ class _Run:
             scheduled=_frame(SCHEDULED.names, self._scheduled_rows()),
             meta=meta,
             cache=_frame(CACHE.names, self._cache_rows()),
+            transfers=_frame(TRANSFERS.names, self._transfer_rows()),
         )
 
     def _add_due(self) -> None:
@@ -141,10 +144,13 @@ class _Run:
 
     def _step_row(self, index: int) -> tuple[Any, ...]:
         stats, observed = self._steps[index]
+        # A step of another process ended when it says; one of this process once it was recorded, too.
+        elsewhere = stats.instance != ENGINE
         return (
             index,
+            stats.instance,
             stats.start - self._start,
-            observed - self._start,
+            (stats.end if elsewhere else observed) - self._start,
             stats.num_tokens,
             len(stats.scheduled),
             stats.num_running,
@@ -156,7 +162,7 @@ class _Run:
             stats.forward_s,
             stats.sample_s,
             stats.cache.seconds,
-            observed - stats.end,
+            0.0 if elsewhere else observed - stats.end,
         )
 
     def _scheduled_rows(self) -> Iterable[tuple[Any, ...]]:
@@ -169,6 +175,13 @@ class _Run:
         for index, (stats, _) in enumerate(self._steps):
             for event in stats.cache.events:
                 yield index, event.kind, event.request_id, event.index, event.block
+
+    def _transfer_rows(self) -> Iterable[tuple[Any, ...]]:
+        for stats, _ in self._steps:
+            for one in stats.transfers:
+                times = (stamp - self._start for stamp in (one.offered, one.begun, one.ended))
+                counts = (one.num_blocks, one.num_blocks_hit, one.num_bytes)
+                yield one.transfer_id, one.request_id, *counts, one.seconds, *times, one.completed
 
 
 def _frame(columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> pd.DataFrame:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -110,6 +111,8 @@ STATIC = {"batching": "static"} | WHOLE
 CONTINUOUS = {"batching": "continuous"} | WHOLE
 CHUNKED = {"batching": "continuous", "enable_chunked_prefill": True} | UNCACHED
 PREFIX = CHUNKED | CACHED
+NIXL: dict[str, object] = {"disaggregated": True, "kv_channel": "nixl"}
+DISTRIBUTED: dict[str, object] = {"disaggregated": True, "kv_channel": "distributed"}
 CHUNK_SIZES = (7, 16, 17, 33, 256, 2048)
 
 
@@ -154,6 +157,28 @@ def _hit_beside_misses(acted: Acted) -> str:
     return f"{_hit(acted)}; {acted.hits_beside_misses} steps admitted hits beside misses"
 
 
+def _moved(acted: Acted) -> str:
+    assert acted.moved_blocks > 0, "no KV block travelled"
+    return f"{acted.moved_blocks} KV blocks travelled, {acted.kept_blocks} were there already"
+
+
+def _kept(acted: Acted) -> str:
+    assert acted.kept_blocks > 0, "no block of a prompt was there already"
+    return _moved(acted)
+
+
+def _apart(channel: str, options: dict[str, object]) -> tuple[Variant, ...]:
+    """Prefill and decode in two instances, over one channel, with every combination of the earlier features."""
+    return (
+        Variant(f"1P1D, {channel}", PREFIX | options, acted=_moved),
+        Variant(f"1P1D, {channel}, no cache", CHUNKED | options, acted=_moved),
+        Variant(f"1P1D, {channel}, whole prompts", CONTINUOUS | CACHED | options, acted=_moved),
+        Variant(f"1P1D, {channel}, whole prompts, no cache", CONTINUOUS | options, acted=_moved),
+        Variant(f"1P1D, {channel}, sent twice", PREFIX | options, "run_warm", _kept),
+        Variant(f"1P1D, {channel}, random arrivals and aborts", PREFIX | options, "run_among_aborts", _moved),
+    )
+
+
 STAGES: Mapping[int, StageMatrix] = {
     0: StageMatrix(Variant("alone", STATIC, "run_alone"), (Variant("static batches", STATIC),)),
     1: StageMatrix(
@@ -186,6 +211,10 @@ STAGES: Mapping[int, StageMatrix] = {
             ),
             Variant("random arrivals and aborts", PREFIX, "run_among_aborts", _hit),
         ),
+    ),
+    4: StageMatrix(
+        Variant("one engine", PREFIX),
+        (Variant("one engine", PREFIX), *_apart("NIXL", NIXL), *_apart("gloo", DISTRIBUTED)),
     ),
 }
 
@@ -237,6 +266,7 @@ def golden_matrix(
                 desc = f"{variant.name}, {mode}" if progress else None
                 outputs: Outputs = getattr(golden, variant.runner)(engine, prompts, params, desc, acted.see)
                 shown.append(mode.proof(engine))
+                _await_rest(engine)
             return outputs
 
         return golden.Cell(
@@ -251,6 +281,18 @@ def golden_matrix(
         [cell(*place) for place in cells if place != (matrix.reference, REFERENCE)],
         lambda expected, found: golden.explain(llm, prompts, expected, found),
     )
+
+
+def _await_rest(engine: LLM, patience_s: float = 10.0) -> None:
+    """Wait for the transfers of aborted requests; then no block may be held.
+
+    Raises:
+        AssertionError: Blocks are still held.
+    """
+    deadline = time.monotonic() + patience_s
+    while any(pool.num_held for pool in engine.kv_pools.values()):
+        assert time.monotonic() < deadline, f"KV blocks are held at rest: {engine.kv_pools}"
+        time.sleep(0.01)
 
 
 def golden_prompts(llm: LLM, count: int) -> TokenPrompts:

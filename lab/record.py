@@ -39,6 +39,7 @@ REQUESTS = pa.schema(
 STEPS = pa.schema(
     {
         "step": pa.int64(),
+        "instance": pa.string(),  # whose step: "engine", or "prefill" and "decode" where they run apart
         "start": pa.float64(),
         "end": pa.float64(),
         "num_tokens": pa.int64(),
@@ -73,7 +74,27 @@ CACHE = pa.schema(
         "block": pa.int64(),
     }
 )
-SCHEMAS = {"requests": REQUESTS, "steps": STEPS, "scheduled": SCHEDULED, "cache": CACHE}
+TRANSFERS = pa.schema(
+    {
+        "transfer_id": pa.int64(),
+        "request_id": pa.string(),
+        "num_blocks": pa.int64(),  # that travelled
+        "num_blocks_hit": pa.int64(),  # of the prompt, that the receiver had
+        "num_bytes": pa.int64(),
+        "seconds": pa.float64(),  # for which the channel was at it
+        "offered": pa.float64(),
+        "begun": pa.float64(),
+        "ended": pa.float64(),
+        "completed": pa.bool_(),
+    }
+)
+SCHEMAS = {
+    "requests": REQUESTS,
+    "steps": STEPS,
+    "scheduled": SCHEDULED,
+    "cache": CACHE,
+    "transfers": TRANSFERS,
+}
 _NULLABLE = ("admitted", "first_token", "finish", "finish_reason", "output_hash")
 _NULLABLE_EVENT = ("request_id", "index", "block")
 _META = "meta.json"
@@ -93,6 +114,10 @@ def _no_events() -> pd.DataFrame:
     return pd.DataFrame(columns=CACHE.names)
 
 
+def _no_transfers() -> pd.DataFrame:
+    return pd.DataFrame(columns=TRANSFERS.names)
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """The records of one run; the frames are brought to their schema (as in `SCHEMAS`) on creation.
@@ -107,6 +132,7 @@ class RunRecord:
     scheduled: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
     cache: pd.DataFrame = field(default_factory=_no_events)
+    transfers: pd.DataFrame = field(default_factory=_no_transfers)
 
     def __post_init__(self) -> None:
         for name in SCHEMAS:
@@ -218,14 +244,16 @@ def _check_steps(record: RunRecord) -> Iterator[str]:
     start, end = steps["start"].to_numpy(), steps["end"].to_numpy()
     if (np.diff(steps["step"]) != 1).any():
         yield "steps: the step numbers do not count up by 1"
-    if (end < start).any() or (start[1:] < end[:-1] - _CLOCK_S).any():
-        yield "steps: a step ends before it starts, or starts before the last one ended"
+    for _, own in steps.groupby("instance", sort=False):
+        starts, ends = own["start"].to_numpy(), own["end"].to_numpy()
+        if (ends < starts).any() or (starts[1:] < ends[:-1] - _CLOCK_S).any():
+            yield "steps: a step ends before it starts, or starts before the last one ended"
     parts = steps[["schedule_s", "forward_s", "sample_s", "observer_s"]].to_numpy()
     if (parts < 0).any() or (parts.sum(axis=1) > end - start + _CLOCK_S).any():
         yield "steps: schedule_s, forward_s, sample_s and observer_s are negative or exceed the step"
     if not (steps["blocks_cached"].between(0, steps["blocks_free"]) & (steps["cache_s"] <= steps["schedule_s"])).all():
         yield "steps: blocks_cached exceeds blocks_free, or cache_s exceeds schedule_s"
-    if (steps["blocks_held"] + steps["blocks_free"]).nunique() > 1:
+    if ((steps["blocks_held"] + steps["blocks_free"]).groupby(steps["instance"]).nunique() > 1).any():
         yield "steps: blocks_held + blocks_free changes"
     planned = record.scheduled.groupby("step")["num_tokens"].agg(["sum", "size"]).reindex(steps["step"], fill_value=0)
     for reported, delivered in (("num_tokens", "sum"), ("num_seqs", "size")):

@@ -24,7 +24,7 @@ from lab.paths import write_atomic
 
 Event = dict[str, Any]
 ENGINE, REQUESTS = 1, 2  # process ids: viewers group lanes by process
-STEPS, FIRST_REQUEST = 10, 11  # thread ids, in lane order; one equal to its process id would be set first, as "main"
+STEPS, FIRST_REQUEST = 10, 20  # thread ids, in lane order; one equal to its process id would be set first, as "main"
 _PHASES = {"X": {"ts", "dur", "pid", "tid", "name"}, "C": {"ts", "pid", "name", "args"}, "M": {"pid", "name", "args"}}
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "requests": (
@@ -59,10 +59,13 @@ def to_trace(requests: pd.DataFrame, steps: pd.DataFrame, scheduled: pd.DataFram
     end = max([*steps["end"], *requests["arrival"]], default=0.0)
     work = scheduled.merge(steps[["step", "start", "end"]], on="step").sort_values("step", kind="stable")
     by_request = {str(key): rows for key, rows in work.groupby("request_id", sort=False)}
+    instances = list(dict.fromkeys(steps.get("instance", default=[])))
+    lanes = {name: lane for lane, name in enumerate(instances, start=STEPS)} if len(instances) > 1 else {}
     events = [
         _process(ENGINE, "engine"),
-        _lane(ENGINE, STEPS, "steps"),
-        *_step_events(steps),
+        *(_lane(ENGINE, lane, f"steps, {name}") for name, lane in lanes.items()),
+        *([] if lanes else [_lane(ENGINE, STEPS, "steps")]),
+        *_step_events(steps, lanes),
         _process(REQUESTS, "requests"),
     ]
     ordered = requests.sort_values("arrival", kind="stable").to_dict("records")
@@ -145,16 +148,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _step_events(steps: pd.DataFrame) -> Iterable[Event]:
+def _step_events(steps: pd.DataFrame, lanes: Mapping[str, int]) -> Iterable[Event]:
     for step in steps.sort_values("start", kind="stable").to_dict("records"):
         start = _microseconds(step["start"])
         seconds = {key: step[key] for key in ("schedule_s", "forward_s", "sample_s", "observer_s")}
+        of = f", {step['instance']}" if lanes else ""
         yield _slice(
-            ENGINE, STEPS, "step", step["start"], step["end"],
+            ENGINE, lanes[step["instance"]] if lanes else STEPS, "step", step["start"], step["end"],
             {"step": step["step"], "num_tokens": step["num_tokens"], "num_seqs": step["num_seqs"], **seconds},
         )  # fmt: skip
-        yield _counter(start, "batch size", {"running": step["running"], "waiting": step["waiting"]})
-        yield _counter(start, "KV blocks", {"held": step["blocks_held"], "free": step["blocks_free"]})
+        yield _counter(start, f"batch size{of}", {"running": step["running"], "waiting": step["waiting"]})
+        yield _counter(start, f"KV blocks{of}", {"held": step["blocks_held"], "free": step["blocks_free"]})
 
 
 def _request_events(lane: int, request: Mapping[Any, Any], work: pd.DataFrame, end: float) -> Iterable[Event]:

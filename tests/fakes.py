@@ -39,11 +39,11 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_kv_blocks = num_blocks
         self._block_size = block_size
-        self._slots: dict[int, tuple[int, int] | str] = {}
+        self.slots: dict[int, tuple[int, int] | str] = {}
 
     def poison(self, block: int) -> None:
         for slot in range(block * self._block_size, (block + 1) * self._block_size):
-            self._slots[slot] = "poison"
+            self.slots[slot] = "poison"
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
         written: set[int] = set()
@@ -52,11 +52,11 @@ class FakeRunner:
                 slot = self._slot(item.request, position)
                 assert slot not in written, f"slot {slot} is written twice in one step"
                 written.add(slot)
-                self._slots[slot] = (item.request.token_ids[position], position)
+                self.slots[slot] = (item.request.token_ids[position], position)
         samples = {}
         for item in scheduled:
             if item.takes_sample:
-                read = [self._slots[self._slot(item.request, p)] for p in range(item.start + item.num_tokens)]
+                read = [self.slots[self._slot(item.request, p)] for p in range(item.start + item.num_tokens)]
                 token = next_token(read)  # type: ignore[arg-type]
                 samples[item.request.request_id] = (token, -1.0)
         return StepResult(samples, 0.0, 0.0)

@@ -49,7 +49,7 @@ def simulate(
             total = sum(row[2] for row in scheduled[-len(rows) :])  # type: ignore[misc]
             shares = [share * duration for share in (0.01, 0.9, 0.05, 0.0, 0.002)]
             waiting = len(lengths) - first - len(group)
-            steps.append([number, start, now, total, len(rows), len(group), waiting, 10, 90, 0, *shares])
+            steps.append([number, "engine", start, now, total, len(rows), len(group), waiting, 10, 90, 0, *shares])
         for request in group:
             prompt, output = lengths[request]
             requests.append(

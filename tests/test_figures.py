@@ -535,3 +535,29 @@ def test_the_prefix_tree_shows_each_run_of_blocks_with_its_size_and_hits() -> No
     icicle = figures.prefix_tree(tree()).data[0]
     assert list(icicle.parents) == ["", "0", ""] and list(icicle.values) == [256 * 12, 32 * 4, 128 * 3]
     assert "256 tokens" in icicle.labels[0] and "12 requests" in icicle.labels[0] and "9 hits" in icicle.labels[0]
+
+
+def test_the_instances_lanes_hold_every_step_and_an_arrow_for_every_transfer_that_moved_blocks() -> None:
+    _, steps, scheduled = run(6)
+    prefills = steps["step"].isin(scheduled.loc[scheduled["phase"] == "prefill", "step"])
+    apart = steps.assign(instance=np.where(prefills, "prefill", "decode"))
+    moved = pd.DataFrame(
+        [("a", 3, 300, 0.05, 0.07, True), ("b", 0, 0, 0.1, 0.1, True), ("c", 2, 0, 0.1, 0.2, False)],
+        columns=["request_id", "num_blocks", "num_bytes", "offered", "ended", "completed"],
+    )
+    figure = figures.instance_lanes(
+        {"one engine": (steps.assign(instance="engine"), scheduled, moved.iloc[:0]), "1P1D": (apart, scheduled, moved)}
+    )
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    assert sum(len(trace.x) for trace in bars) == 2 * len(steps)
+    assert [trace.name for trace in bars if trace.showlegend] == [
+        "step that holds prompt tokens",
+        "step that decodes only",
+    ]
+    (arrows,) = [trace for trace in figure.data if trace.type == "scatter" and trace.mode == "lines"]
+    assert arrows.x == (0.05, 0.07, None) and arrows.y[0] > arrows.y[1], "from the prefill lane down to the decode lane"
+    assert figure.layout.yaxis2.ticktext == ("prefill", "decode")
+    with pytest.raises(ValueError, match="no run given"):
+        figures.instance_lanes({})
+    with pytest.raises(ValueError, match="the steps frame lacks instance"):
+        figures.instance_lanes({"one engine": (steps, scheduled, moved)})

@@ -163,9 +163,10 @@ def test_a_layout_survives_its_message() -> None:
 class ThreadWorkers(GroupWorkers):
     """The ranks above 0 as threads of this process: the same code and the same exchanges, without starting Python."""
 
-    def __init__(self, setups: Sequence[Setup], pass_fds: Sequence[int]) -> None:
+    def __init__(self, workers: Sequence[tuple[str, Setup, Sequence[int]]]) -> None:
         super().__init__()
-        groups = [SharedMemoryGroup(pass_fds[0], setup.rank, setup.size, self._give_up) for setup in setups]
+        groups = [SharedMemoryGroup(fds[0], setup.rank, setup.size, self._give_up) for _, setup, fds in workers]
+        setups = [setup for _, setup, _ in workers]
         self.threads = [threading.Thread(target=self._serve, args=pair) for pair in zip(setups, groups, strict=True)]
         for thread in self.threads:
             thread.start()

@@ -103,10 +103,10 @@ def test_a_rank_that_cannot_load_shows_why(tmp_path: Path, monkeypatch: pytest.M
     model = save_tiny(tmp_path / "model")
     start = launch.LocalWorkers
 
-    def without_weights(setups: Any, pass_fds: Any) -> Any:
-        workers = start(setups, pass_fds)
+    def without_weights(started: Any) -> Any:
+        workers = start(started)
         (model / "model.safetensors").rename(tmp_path / "elsewhere")
-        while workers._processes[0].poll() is None:
+        while workers._children._processes[0].poll() is None:
             time.sleep(0.05)
         (tmp_path / "elsewhere").rename(model / "model.safetensors")
         return workers

@@ -157,3 +157,16 @@ def test_the_hash_of_an_output_depends_on_every_token_and_its_place() -> None:
 
 def test_meta_is_readable_json(tmp_path: Path) -> None:
     assert json.loads((simulate(seed=5).save(tmp_path) / "meta.json").read_text()) == {"seed": 5}
+
+
+def test_steps_of_two_instances_may_overlap_and_those_of_one_may_not() -> None:
+    record = simulate()
+    apart = record.steps.assign(instance="prefill")
+    apart.loc[1::2, "instance"] = "decode"
+    apart.loc[1, "start"] = apart.loc[0, "start"]
+    assert dataclasses.replace(record, steps=apart).check() == []
+    apart["instance"] = "decode"
+    assert (
+        "steps: a step ends before it starts, or starts before the last one ended"
+        in dataclasses.replace(record, steps=apart).check()
+    )

@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.execution.batch import ForwardBatch
+from engine.execution.results import GraphReplay
 
 Forward = Callable[[ForwardBatch], Tensor]
-
-
-@dataclass(frozen=True)
-class GraphReplay:
-    """How often the graph of ``bucket`` rows was replayed, and in how many of these some rows were padding."""
-
-    bucket: int
-    count: int
-    num_padded: int
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -5,18 +5,48 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from engine.config import ConfigError, EngineConfig, ModelConfig
+from engine.core import EngineCore
 from engine.execution.communicator import Communicator, DistributedGroup, SharedMemoryGroup
 from engine.execution.parallel import make_shard
 from engine.execution.runner import ModelRunner
 from engine.execution.worker import Setup, serve
 from engine.execution.workers import GroupWorkers, LocalWorkers
 from engine.extension import BuildError
+from engine.kv.block_pool import BlockPool
+from engine.kv.transfer import KVSource
 from engine.models.hub import ModelSource
+from engine.scheduler.admission import Admission
+from engine.scheduler.loop import Scheduler
+
+
+def start_engine(
+    source: ModelSource,
+    model: ModelConfig,
+    config: EngineConfig,
+    max_model_len: int,
+    make_admission: Callable[[BlockPool], Admission] | None = None,
+    make_source: Callable[[BlockPool, ModelRunner], KVSource] | None = None,
+) -> EngineCore:
+    """An engine, with the policies that an instance brings of its own; raises like ``start_runner``."""
+    runner = start_runner(source, model, config, max_model_len)
+    pool = BlockPool(runner.num_kv_blocks, on_free=runner.poison if config.check_invariants else None)
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    scheduler = Scheduler.from_config(
+        config,
+        pool,
+        max_model_len,
+        model.eos_token_ids,
+        f"{source.fingerprint}/{dtype}/{runner.ops.name}",
+        admission=None if make_admission is None else make_admission(pool),
+        source=None if make_source is None else make_source(pool, runner),
+    )
+    return EngineCore(scheduler, runner, model.vocab_size)
 
 
 def start_runner(source: ModelSource, model: ModelConfig, config: EngineConfig, max_model_len: int) -> ModelRunner:
@@ -50,7 +80,9 @@ def _with_local_workers(setup: Setup) -> ModelRunner:
     try:
         os.ftruncate(memory, memory_bytes)
         setup = dataclasses.replace(setup, memory_fd=memory)
-        workers = LocalWorkers([dataclasses.replace(setup, rank=rank) for rank in range(1, size)], [memory])
+        workers = LocalWorkers(
+            [(f"rank {rank}", dataclasses.replace(setup, rank=rank), (memory,)) for rank in range(1, size)]
+        )
         group = SharedMemoryGroup(memory, 0, size, workers.check)
     finally:
         os.close(memory)
@@ -60,7 +92,9 @@ def _with_local_workers(setup: Setup) -> ModelRunner:
 def _through_gloo(setup: Setup) -> ModelRunner:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     setup = dataclasses.replace(setup, port=store.port)
-    workers = LocalWorkers([dataclasses.replace(setup, rank=rank) for rank in range(1, setup.size)])
+    workers = LocalWorkers(
+        [(f"rank {rank}", dataclasses.replace(setup, rank=rank), ()) for rank in range(1, setup.size)]
+    )
     while not store.check([f"rank {rank}" for rank in range(1, setup.size)]):
         workers.check()
     return _lead(setup, DistributedGroup(store, 0, setup.size, torch.device("cpu"), workers.check), workers)

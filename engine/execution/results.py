@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.scheduler.loop import ScheduledRequest
 
@@ -18,6 +18,32 @@ class StepResult:
     sample_s: float
 
 
+@dataclass(frozen=True)
+class GraphReplay:
+    """How often the graph of ``bucket`` rows was replayed, and in how many of these some rows were padding."""
+
+    bucket: int
+    count: int
+    num_padded: int
+
+
+@dataclass(frozen=True)
+class RunnerFacts:
+    """What runs, and what it has done so far.
+
+    Attributes:
+        ops: The op set.
+        world_size: Ranks at work, as their group counts them.
+        communication_s: Seconds that rank 0 has spent in exchanges between ranks, waiting for the others included.
+        graph_replays: Nothing where ``enforce_eager`` turned graphs off.
+    """
+
+    ops: str
+    world_size: int
+    communication_s: float
+    graph_replays: tuple[GraphReplay, ...]
+
+
 class Runner(Protocol):
     """Executes planned steps."""
 
@@ -26,5 +52,14 @@ class Runner(Protocol):
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
         """Compute a plan's tokens, write their KV, and sample where the plan says so."""
 
+    def logits(self, scheduled: Sequence[ScheduledRequest]) -> Any:
+        """Compute a plan's tokens, write their KV, and give the logits [samples, vocab] without sampling."""
+
     def poison(self, block: int) -> None:
         """Overwrite a free block with NaN (for tests)."""
+
+    def facts(self) -> RunnerFacts:
+        """What runs, and what it has done so far."""
+
+    def close(self) -> None:
+        """End what runs; nothing is executed afterwards."""

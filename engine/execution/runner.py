@@ -13,18 +13,23 @@ from torch import Tensor
 
 from engine.config import DEFAULT_KV_CACHE_BYTES, ConfigError, EngineConfig, ModelConfig
 from engine.execution.batch import ForwardBatch, StepLayout
+from engine.execution.channels import make_channel, resolve_channel
 from engine.execution.communicator import Communicator, LocalGroup
 from engine.execution.graph import GraphRunner
 from engine.execution.parallel import make_shard
-from engine.execution.results import StepResult
+from engine.execution.results import RunnerFacts, StepResult
 from engine.execution.sampler import sample
+from engine.execution.transfers import Transfers
 from engine.execution.workers import Workers
+from engine.kv.transfer import KVChannel
 from engine.models.checkpoint import open_checkpoint
 from engine.models.decoder import Decoder, rope_table
 from engine.models.hub import ModelSource
 from engine.models.weights import expected_tensors, load_weights
 from engine.ops import select_ops
 from engine.scheduler.loop import ScheduledRequest
+
+_STEP, _POISON = 0, -1  # what a message to the ranks is about; the others are transfers' operations
 
 
 class ModelRunner:
@@ -76,6 +81,7 @@ class ModelRunner:
                     padding_block=self.num_kv_blocks,
                 )
             self._forward = decoder.forward if self.graphs is None else self.graphs.forward
+        self.transfers = Transfers(self._make_channel, self.group, self._tell)
 
     def meet(self) -> None:
         """Wait until every rank has loaded its part."""
@@ -87,13 +93,19 @@ class ModelRunner:
     def follow(self) -> None:
         """Compute this rank's part of every step of rank 0 until that closes the group."""
         while len(message := self.group.broadcast(None)):
-            self._run(message)
+            if message[0] == _STEP:
+                self._run(message[1:])
+            elif message[0] == _POISON:
+                self._poison(message[1:])
+            else:
+                self.transfers.perform(message)
 
     def logits(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Compute a plan's tokens and write their KV; float32 [samples, vocab] where the plan takes samples."""
         with self._workers.together():
             poisoned, self._to_poison = self._to_poison, []
-            return self._run(self.group.broadcast(StepLayout.of(scheduled, poisoned).message()))
+            message = StepLayout.of(scheduled, poisoned).message()
+            return self._run(self.group.broadcast(np.concatenate(([_STEP], message)))[1:])
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
@@ -109,6 +121,20 @@ class ModelRunner:
     def poison(self, block: int) -> None:
         self._to_poison.append(block)
 
+    @property
+    def channel_name(self) -> str:
+        """The channel to another instance that the configuration chooses here."""
+        return resolve_channel(self._config.kv_channel)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self._config.block_size
+
+    def facts(self) -> RunnerFacts:
+        replays = () if self.graphs is None else self.graphs.replays
+        return RunnerFacts(self.ops.name, self.group.size, self.group.seconds, replays)
+
     def close(self) -> None:
         """End the other ranks, if there are any; nothing runs afterwards."""
         self._workers.close(self.group)
@@ -116,14 +142,28 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, message: NDArray[np.int64]) -> Tensor:
         layout = StepLayout.parse(message)
-        for block in layout.poisoned.tolist():
-            for kv in self._kv:
-                self.ops.poison_kv(kv, block)
+        self._poison(layout.poisoned)
         batch = ForwardBatch.from_layout(layout, self._config.block_size, self.ops.device)
         with using_threads(self._config.num_threads):
             if self._config.check_invariants:
                 self._check_plans(batch)
             return self._forward(batch)
+
+    def _tell(self, message: NDArray[np.int64]) -> NDArray[np.int64]:
+        with self._workers.together():
+            if self._to_poison:  # before KV arrives in one of these blocks
+                blocks, self._to_poison = np.array(self._to_poison), []
+                self._poison(self.group.broadcast(np.concatenate(([_POISON], blocks)))[1:])
+            return self.transfers.perform(self.group.broadcast(message))
+
+    def _poison(self, blocks: NDArray[np.int64]) -> None:
+        for block in blocks.tolist():
+            for kv in self._kv:
+                self.ops.poison_kv(kv, block)
+
+    def _make_channel(self, host: str) -> KVChannel:
+        memory = [tensor for kv in self._kv for tensor in self.ops.kv_tensors(kv)]
+        return make_channel(self.channel_name, memory, host, self._config.kv_transfer_timeout)
 
     def _check_plans(self, batch: ForwardBatch) -> None:
         """Assert on rank 0 that every rank is about to compute the same batch."""

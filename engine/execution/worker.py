@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.communicator import Communicator, DistributedGroup, SharedMemoryGroup
 from engine.execution.runner import ModelRunner
+from engine.execution.workers import end_with_the_pipe
 from engine.models.hub import ModelSource
 
 
@@ -65,14 +65,9 @@ def serve(setup: Setup, group: Communicator) -> None:
 def main() -> None:
     """What the process does."""
     setup: Setup = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_the_pipe, daemon=True).start()
+    end_with_the_pipe()
     serve(setup, setup.connect())
     os._exit(0)  # there is nothing to tidy up, and torch takes seconds to
-
-
-def _end_with_the_pipe() -> None:
-    os.read(sys.stdin.fileno(), 1)  # nothing more comes: it returns when rank 0's end is closed
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -79,73 +80,121 @@ class GroupWorkers(Workers):
         group.close()
 
 
-class LocalWorkers(GroupWorkers):
-    """Worker processes on this host, children of this one.
+class Children:
+    """Processes on this host that a process starts, watches, and ends.
+
+    Each is ``python -m module``, with what it is to know, pickled, on its standard input.
 
     Args:
-        setups: What each worker is to know (``engine.execution.worker.Setup``), from rank 1.
-        pass_fds: File descriptors that the workers inherit.
+        module: What they run.
+        children: Of each its name in messages, what it is to know, and the file descriptors that it inherits.
     """
 
-    def __init__(self, setups: Sequence[Any], pass_fds: Sequence[int] = ()) -> None:
-        super().__init__()
+    def __init__(self, module: str, children: Sequence[tuple[str, Any, Sequence[int]]]) -> None:
+        self.names = tuple(name for name, _, _ in children)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs: list[IO[bytes]] = []
         weakref.finalize(self, _end, self._processes)  # also at exit
         try:
-            for setup in setups:
-                self._start(setup, pass_fds)
+            for _, setup, fds in children:
+                self._start(module, setup, fds)
         except BaseException:
-            _end(self._processes)
+            self.kill()
             raise
 
-    def check(self) -> None:
-        for rank, process in enumerate(self._processes, start=1):
-            status = process.poll()
-            if status is not None:
-                self.abandon(self._report(rank, status))
-                assert self._why_over is not None
-                raise WorkerError(self._why_over)
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {name: process.pid for name, process in zip(self.names, self._processes, strict=True)}
 
-    def abandon(self, why: str) -> None:
-        super().abandon(why)
-        _end(self._processes)
+    def what_ended(self, wait_s: float = 0.0) -> str | None:
+        """The first one that has ended, how, and the end of what it printed; None while all are alive."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            for index, process in enumerate(self._processes):
+                status = process.poll()
+                if status is not None:
+                    return self._report(index, status)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.01)
 
-    def close(self, group: Communicator) -> None:
-        super().close(group)
+    def wait(self) -> None:
+        """Let them end by themselves for a while, then end them."""
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End them now."""
         _end(self._processes)
 
-    def _start(self, setup: Any, pass_fds: Sequence[int]) -> None:
+    def _start(self, module: str, setup: Any, fds: Sequence[int]) -> None:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         root = str(Path(__file__).parents[2])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.execution.worker"],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            pass_fds=tuple(pass_fds),
+            pass_fds=tuple(fds),
             env=environment,
-            process_group=0,  # Ctrl-C in a terminal is for rank 0 to act upon
+            process_group=0,  # Ctrl-C in a terminal is for the process that started them to act upon
         )
         self._processes.append(process)
         self._outputs.append(output)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: check() says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: what_ended() says why
             pickle.dump(setup, process.stdin)
             process.stdin.flush()
 
-    def _report(self, rank: int, status: int) -> str:
-        output = self._outputs[rank - 1]
+    def _report(self, index: int, status: int) -> str:
+        output = self._outputs[index]
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         said = "\n  ".join(lines) if lines else "(it printed nothing)"
-        pid = self._processes[rank - 1].pid
-        return f"rank {rank} (process {pid}) ended with {how}; make a new engine. Its last lines:\n  {said}"
+        who = f"{self.names[index]} (process {self._processes[index].pid})"
+        return f"{who} ended with {how}; make a new engine. Its last lines:\n  {said}"
+
+
+class LocalWorkers(GroupWorkers):
+    """Worker processes on this host, children of this one: ``engine.execution.worker``.
+
+    Args:
+        workers: As for ``Children``, from rank 1.
+    """
+
+    def __init__(self, workers: Sequence[tuple[str, Any, Sequence[int]]]) -> None:
+        super().__init__()
+        self._children = Children("engine.execution.worker", workers)
+
+    def check(self) -> None:
+        report = self._children.what_ended()
+        if report is not None:
+            self.abandon(report)
+            assert self._why_over is not None
+            raise WorkerError(self._why_over)
+
+    def abandon(self, why: str) -> None:
+        super().abandon(why)
+        self._children.kill()
+
+    def close(self, group: Communicator) -> None:
+        super().close(group)
+        self._children.wait()
+
+
+def end_with_the_pipe() -> None:
+    """In a child: end the process when its standard input is closed, which no death of the parent can fail to do."""
+
+    def watch() -> None:
+        os.read(sys.stdin.fileno(), 1)  # nothing more comes: it returns when the parent's end is closed
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -19,6 +19,7 @@ from engine.kv.block_pool import BlockPool
 from engine.request import Request
 
 HASH_BYTES = 16
+HASH_SCHEME = f"BLAKE2b of {HASH_BYTES} bytes, chained over tokens of 8"
 ChainedHash = Callable[[bytes, bytes], bytes]
 
 
@@ -48,7 +49,7 @@ class PrefixCacheLike(Protocol):
     """What the scheduler loop asks of a cache."""
 
     def match(self, request: Request) -> Sequence[int]:
-        """Blocks, in order, that hold the KV of the request's first full blocks; never its last prompt token."""
+        """Blocks, in order, that hold the KV of the request's first full blocks; never its last token."""
 
     def admitted(self, request: Request, num_hits: int) -> None:
         """The request has joined with that many of the matched blocks."""
@@ -126,8 +127,9 @@ class PrefixCache:
 
     def match(self, request: Request) -> Sequence[int]:
         start = time.perf_counter()
-        # The last prompt token is always computed: its row gives the first output token.
-        limit = (request.num_prompt_tokens - 1) // self._block_size
+        # The last token is always computed: its row gives the next one. A prompt that another instance has computed
+        # comes with its first output token, so all of the prompt can be a hit.
+        limit = (request.num_tokens - 1) // self._block_size
         self._extend_hashes(request, limit)
         blocks: list[int] = []
         parent: _Entry | str = request.params.cache_salt

@@ -9,7 +9,10 @@ instruction set.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import warnings
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +29,7 @@ class Ops(Protocol):
     """What a backend provides. Shapes: M rows (tokens), N outputs, K inputs, D head_dim, H heads, KVH KV heads."""
 
     name: str
+    isa: str
     dtype: torch.dtype
     device: torch.device
 
@@ -63,6 +67,9 @@ class Ops(Protocol):
     def kv_bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         """Bytes of one block of one layer, K and V together."""
 
+    def kv_tensors(self, kv: Any) -> tuple[Tensor, ...]:
+        """A layer's memory as contiguous tensors [num_blocks, ...]: whoever copies a block copies a row of each."""
+
     def poison_kv(self, kv: Any, block: int) -> None:
         """Overwrite one block with NaN, so that a read of unwritten KV shows (for tests)."""
 
@@ -91,6 +98,16 @@ class Ops(Protocol):
 
     def logprobs_of(self, logits: Tensor, token_ids: Tensor) -> Tensor:
         """[M, vocab] float32 logits and [M] int64 ids to the ids' float32 logprobs [M]."""
+
+
+@functools.cache
+def kernels_version() -> str:
+    """Changes whenever the source of any op does: its order of additions, or the layout of its KV cache."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in (".py", ".cpp", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def select_ops(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Ops:

@@ -44,6 +44,7 @@ class ReferenceOps:
     """See ``engine.ops.Ops`` for the meaning and shapes of each op."""
 
     name = "reference"
+    isa = "any"
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -91,6 +92,9 @@ class ReferenceOps:
 
     def kv_bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
+
+    def kv_tensors(self, kv: PagedKV) -> tuple[Tensor, ...]:
+        return kv.k, kv.v
 
     def poison_kv(self, kv: PagedKV, block: int) -> None:
         kv.k[block] = kv.v[block] = float("nan")

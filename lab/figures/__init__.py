@@ -3,6 +3,7 @@
 from lab.figures.cache import hits_over_time, prefix_tree
 from lab.figures.compare import ecdf, paired_bars
 from lab.figures.golden import golden_heatmap
+from lab.figures.instances import instance_lanes
 from lab.figures.stalls import tradeoff, victim_timeline
 from lab.figures.steps import batch_composition, kv_occupancy
 from lab.figures.style import use_template
@@ -14,6 +15,7 @@ __all__ = [
     "ecdf",
     "golden_heatmap",
     "hits_over_time",
+    "instance_lanes",
     "kv_occupancy",
     "length_scatter",
     "paired_bars",

@@ -111,6 +111,9 @@ class CpuOps:
         elements = self._kernels.kv_block_elements(block_size, num_kv_heads, head_dim, self.dtype == torch.bfloat16)
         return int(elements) * self.dtype.itemsize
 
+    def kv_tensors(self, kv: PagedKV) -> tuple[Tensor, ...]:
+        return (kv.tensor,)
+
     def poison_kv(self, kv: PagedKV, block: int) -> None:
         kv.tensor[block] = float("nan")
 
