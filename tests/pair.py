@@ -72,6 +72,7 @@ class Pair:
         tokens: Of each request, in the order in which they came.
         reasons: Why each request ended.
         errors: Of the failed ones.
+        steps: What each step's statistics were, as they travelled.
     """
 
     def __init__(self, max_model_len: int = 64, decode_options: dict[str, Any] | None = None, **options: Any) -> None:
@@ -107,6 +108,7 @@ class Pair:
         self.reasons: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.gone: list[str] = []
+        self.steps: list[dict[str, Any]] = []
         self.transfers: list[dict[str, Any]] = []
 
     def add(self, request: Request) -> None:
@@ -139,6 +141,7 @@ class Pair:
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "step":
+            self.steps.append(message["stats"])
             for name, token, _, reason in message["samples"]:
                 self.tokens[name].append(token)
                 if reason is not None:

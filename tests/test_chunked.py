@@ -139,7 +139,7 @@ def test_stage_2_matrix_on_the_tiny_model(sizes: tuple[int, ...], rows: list[str
     """Every row in the modes of one rank, one chunk size over two and three (``make golden`` runs the rest)."""
     llm = LLM("random:tiny", dtype="float32", num_kv_blocks=400, max_num_seqs=5, enforce_eager=True)
     # 23 prompts leave a last batch that no graph fits; 30 tokens each let decodes meet behind small chunks.
-    frame, _ = golden_matrix(2, llm, num_prompts=23, max_tokens=30, sizes=sizes, rows=rows)
+    frame, _ = golden_matrix(2, llm, num_prompts=24, max_tokens=30, sizes=sizes, rows=rows)
     num_rows = len(rows) if rows else 2 + len(CHUNK_SIZES)
     assert frame["status"].tolist() == ["reference"] + ["equal"] * (num_rows * len(modes(sizes)) - 1)
     assert frame.loc[frame["row"] == "chunks of 17", "detail"].str.contains("steps mixed with decodes").all()

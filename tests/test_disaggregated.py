@@ -237,6 +237,19 @@ def test_a_transfer_that_never_ends_fails_its_request_and_the_next_one_is_right(
     assert pair.tokens["again"] == expected(again) and all_is_free(pair)
 
 
+def test_what_the_cache_did_while_nothing_could_be_computed_goes_to_the_next_step() -> None:
+    pair, _ = in_flight(decode_options={"num_kv_blocks": 5})
+    pair.add(request("waits", 9, 5))  # for blocks: it is looked up in every turn
+    pair.turn("prefill")
+    for _ in range(50):
+        assert not pair.turn("decode")
+    pair.settle()
+    steps = [stats for stats in pair.steps if stats["instance"] == "decode"]
+    assert all(stats["cache"][1] <= stats["schedule_s"] for stats in steps), "the cache's time is part of its step's"
+    events = [event for stats in steps for event in stats["cache"][0]]
+    assert [event[1] for event in events if event[0] == "admit"] == ["r", "waits"]
+
+
 def test_a_request_that_one_side_refuses_is_refused_by_both() -> None:
     pair = Pair(decode_options={"num_kv_blocks": 3})
     pair.add(request("fits", 8, 4))

@@ -345,7 +345,7 @@ def test_an_abort_after_the_second_of_four_chunks_then_the_same_prompt() -> None
 def test_stage_3_matrix_on_the_tiny_model(sizes: tuple[int, ...], rows: list[str] | None) -> None:
     """Every row in the modes of one rank, one over two and three (``make golden`` runs the rest)."""
     llm = LLM("random:tiny", dtype="float32", num_kv_blocks=400, max_num_seqs=5, enforce_eager=True)
-    frame, _ = golden_matrix(3, llm, num_prompts=23, max_tokens=30, sizes=sizes, rows=rows)
+    frame, _ = golden_matrix(3, llm, num_prompts=24, max_tokens=30, sizes=sizes, rows=rows)
     assert frame["status"].tolist() == ["reference"] + ["equal"] * ((len(rows) if rows else 8) * len(modes(sizes)) - 1)
 
 
