@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,6 +140,24 @@ class EngineConfig:
                 hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}"
                 raise ConfigError(f"unknown engine option {name}={options[name]!r}; {hint}")
         return cls(**options)
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """``name=value`` pairs as engine options; values are Python literals, or text.
+
+    Raises:
+        ConfigError: One is not such a pair.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"{pair!r} is not OPTION=VALUE, as in max_num_seqs=8")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    return options
 
 
 def parse_address(address: str, name: str = "address") -> tuple[str, int]:

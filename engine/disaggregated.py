@@ -11,7 +11,6 @@ is told where they listen::
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import os
@@ -28,11 +27,11 @@ from typing import Any
 
 import torch
 
-from engine.config import ConfigError, EngineConfig, ModelConfig, parse_address
+from engine.config import ConfigError, EngineConfig, ModelConfig, parse_address, parse_options
 from engine.core import PoolUse, StepOutput, refuse_malformed
 from engine.execution.results import GraphReplay, RunnerFacts
 from engine.execution.workers import Children, WorkerError
-from engine.instance import ROLES, HandshakeError, InstanceSetup, serve_instance
+from engine.instance import ROLES, HandshakeError, InstanceSetup, Links, serve_instance
 from engine.kv.transfer import Transfer
 from engine.models.hub import ModelSource, resolve_model
 from engine.request import Request
@@ -195,10 +194,10 @@ class DisaggregatedCore:
 
     def _meet(self, source: ModelSource) -> None:
         for role in ROLES:
-            hello = self._wait_for(role, "hello")
+            came, _, hello = self._wait_for(role, "hello")
             self._num_blocks[role] = hello["num_kv_blocks"]
             if self._children is None:  # another host's clock: as far off as it was when its greeting came
-                self._offsets[role] = time.perf_counter() - hello["clock"]
+                self._offsets[role] = came - hello["clock"]
             theirs = hello["of"]["model"]
             if theirs != source.fingerprint:
                 raise ConfigError(
@@ -209,19 +208,19 @@ class DisaggregatedCore:
     def _ask(self, role: str, kind: str, reply: str, **content: Any) -> Message:
         self._check()
         self._wires[role].send(kind, **content)
-        return self._wait_for(role, reply)
+        return self._wait_for(role, reply)[2]
 
-    def _wait_for(self, role: str, kind: str) -> Message:
+    def _wait_for(self, role: str, kind: str) -> _Event:
         """The next message of a kind; what comes before it is dealt with later."""
-        for index, (_, sender, message) in enumerate(self._events):
-            if sender == role and message["kind"] == kind:
+        for index, event in enumerate(self._events):
+            if event[1] == role and event[2]["kind"] == kind:
                 del self._events[index]
-                return message
+                return event
         while True:
             event = self._receive()
             _, sender, message = event
             if sender == role and message["kind"] == kind:
-                return message
+                return event
             self._events.append(event)
 
     def _receive(self, timeout: float | None = None) -> _Event:
@@ -463,29 +462,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             peer = _reach(arguments.connect, "decode", "prefill")
             wires = _accept(arguments.listen, ("front",))
-        serve_instance(setup, wires["front"], peer, _local_address(peer))
+        serve_instance(setup, Links(wires["front"], peer, _local_address(peer)))
     except (ValueError, HandshakeError, WorkerError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
-
-
-def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """``name=value`` pairs as engine options; values are Python literals, or text.
-
-    Raises:
-        ConfigError: One is not such a pair.
-    """
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"{pair!r} is not OPTION=VALUE, as in max_num_seqs=8")
-        try:
-            options[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            options[name] = text
-    return options
 
 
 if __name__ == "__main__":

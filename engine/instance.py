@@ -36,6 +36,16 @@ from engine.wire import Message, Wire, ready, request_from_wire, request_to_wire
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 _POLL_S = 0.001
+_GONE = "the {} instance is gone; make a new engine"
+
+
+@dataclass(frozen=True)
+class Links:
+    """Whom an instance talks to, and this host's address on which the other instance can reach it."""
+
+    front: Wire
+    peer: Wire
+    host: str
 
 
 class HandshakeError(RuntimeError):
@@ -100,11 +110,9 @@ def _runner_of(core: EngineCore) -> ModelRunner:
 class _Instance:
     """What both instances have in common: a loop of messages and steps."""
 
-    def __init__(
-        self, setup: InstanceSetup, core: EngineCore, transfers: KVTransfers, front: Wire, peer: Wire, host: str
-    ) -> None:
+    def __init__(self, setup: InstanceSetup, core: EngineCore, transfers: KVTransfers, links: Links) -> None:
         self._role, self._core, self._transfers = setup.role, core, transfers
-        self._front, self._peer, self._host = front, peer, host
+        self._front, self._peer, self._host = links.front, links.peer, links.host
         self._max_model_len = setup.max_model_len
         self._peer_is_there = True
         self._ended = False
@@ -197,10 +205,8 @@ class _Instance:
 class PrefillInstance(_Instance):
     """Computes prompts and their first tokens; keeps a prompt's blocks until its transfer is terminal."""
 
-    def __init__(
-        self, setup: InstanceSetup, core: EngineCore, transfers: KVTransfers, front: Wire, peer: Wire, host: str
-    ) -> None:
-        super().__init__(setup, core, transfers, front, peer, host)
+    def __init__(self, setup: InstanceSetup, core: EngineCore, transfers: KVTransfers, links: Links) -> None:
+        super().__init__(setup, core, transfers, links)
         assert isinstance(core.scheduler.admission, PinningAdmission)
         self._admission = core.scheduler.admission
         self._asked: dict[str, Request] = {}
@@ -223,7 +229,7 @@ class PrefillInstance(_Instance):
             self._front.send("failed", id=asked.request_id, error=f"the prefill instance: {error}")
             return
         self._asked[asked.request_id] = asked
-        if self._goes_on(asked):
+        if asked.params.max_tokens > 1 and asked.num_prompt_tokens + 1 < self._max_model_len:  # room for a second token
             self._admission.hand_over(asked.request_id)
 
     def _on_abort(self, message: Message) -> None:
@@ -258,7 +264,7 @@ class PrefillInstance(_Instance):
         offered = []
         for request in output.sampled:
             asked = self._asked.pop(request.request_id)
-            pinned = request.finish_reason == "length" and self._goes_on(asked)
+            pinned = self._admission.is_pinned(request.request_id)
             reasons[request.request_id] = None if pinned else request.finish_reason
             if pinned:
                 offered.append((request, asked))
@@ -266,17 +272,13 @@ class PrefillInstance(_Instance):
         for request, asked in offered:
             self._offer(request, asked)
 
-    def _goes_on(self, asked: Request) -> bool:
-        """Whether there is room for a second token."""
-        return asked.params.max_tokens > 1 and asked.num_prompt_tokens + 1 < self._max_model_len
-
     def _serve(self, active: bool) -> None:
         if self._is_open:
             self._transfers.serve(active)
 
     def _offer(self, request: Request, asked: Request) -> None:
         if not self._peer_is_there:
-            self._admission.unpin(request.request_id)
+            self._give_up(request.request_id)
             return
         if not self._pinned:
             self._serve(True)
@@ -292,10 +294,16 @@ class PrefillInstance(_Instance):
         )
 
     def _peer_lost(self) -> None:
-        self._pinned.clear()
-        self._admission.unpin_all()
         self._is_open = False
         self._transfers.close()
+        for request_id in self._pinned.values():  # what became of their offers nobody can tell
+            self._give_up(request_id)
+        self._pinned.clear()
+
+    def _give_up(self, request_id: str) -> None:
+        """There is nobody to hand the request over to."""
+        self._admission.unpin(request_id)
+        self._front.send("failed", id=request_id, error=_GONE.format("decode"))
 
     def _num_in_flight(self) -> int:
         return len(self._pinned)
@@ -304,10 +312,8 @@ class PrefillInstance(_Instance):
 class DecodeInstance(_Instance):
     """Receives prompts' KV and decodes; a request holds a seat from its admission, and runs once its KV is here."""
 
-    def __init__(
-        self, setup: InstanceSetup, core: EngineCore, transfers: KVTransfers, front: Wire, peer: Wire, host: str
-    ) -> None:
-        super().__init__(setup, core, transfers, front, peer, host)
+    def __init__(self, setup: InstanceSetup, core: EngineCore, transfers: KVTransfers, links: Links) -> None:
+        super().__init__(setup, core, transfers, links)
         assert isinstance(core.scheduler.source, ReceivedKV)
         self._source = core.scheduler.source
         self._timeout = setup.config.kv_transfer_timeout
@@ -345,9 +351,11 @@ class DecodeInstance(_Instance):
             if outcome.state == "done":
                 self._source.finish(transfer_id, True, outcome.num_bytes, outcome.seconds)
         if any(outcome.state == "failed" for outcome in outcomes):
-            self._disconnect("the transfer of its KV failed")
+            self._disconnect("the transfer of its KV failed; ask again, the connection is made anew")
         elif self._source.in_flight and self._source.longest_wait > self._timeout:
-            self._disconnect(f"its KV did not arrive within kv_transfer_timeout={self._timeout} s")
+            self._disconnect(
+                f"its KV did not arrive within kv_transfer_timeout={self._timeout} s; ask again, or raise it"
+            )
         self._tell_ended()
 
     def _disconnect(self, why: str) -> None:
@@ -372,24 +380,22 @@ class DecodeInstance(_Instance):
             self._front.send("transfer", transfer=dataclasses.asdict(transfer))
 
     def _peer_lost(self) -> None:
-        self._disconnect("the prefill instance is gone")
+        self._disconnect(_GONE.format("prefill"))
         for request in self._source.waiting:
             self._core.abort(request.request_id)
             self._source.withdraw(request)
-            self._front.send("failed", id=request.request_id, error="the prefill instance is gone")
+            self._front.send("failed", id=request.request_id, error=_GONE.format("prefill"))
 
     def _num_in_flight(self) -> int:
         return len(self._source.in_flight)
 
 
-def serve_instance(setup: InstanceSetup, front: Wire, peer: Wire, host: str) -> None:
+def serve_instance(setup: InstanceSetup, links: Links) -> None:
     """Load the model, agree with the other instance, and serve until the front end closes.
 
     Args:
         setup: What the instance is.
-        front: To the front end.
-        peer: To the other instance.
-        host: This host's address on which the other instance can reach it.
+        links: To the front end and to the other instance.
 
     Raises:
         HandshakeError: The instances do not match; the front end has been told.
@@ -397,23 +403,23 @@ def serve_instance(setup: InstanceSetup, front: Wire, peer: Wire, host: str) -> 
     engine = functools.partial(start_engine, setup.source, setup.model, setup.config, setup.max_model_len)
     core = engine(make_admission=PinningAdmission) if setup.role == "prefill" else engine(make_source=_received)
     mine = describe(setup, core)
-    peer.send("describe", of=mine)
+    links.peer.send("describe", of=mine)
     try:
-        theirs = peer.receive()["of"]
+        theirs = links.peer.receive()["of"]
     except EOFError as error:
         raise HandshakeError("the other instance is gone; its own messages say why") from error
     try:
         check_match(*((mine, theirs) if setup.role == "prefill" else (theirs, mine)))
     except HandshakeError as error:
-        front.send("refused", error=str(error))
+        links.front.send("refused", error=str(error))
         raise
-    front.send("hello", of=mine, num_kv_blocks=core.scheduler.pool.num_blocks, clock=time.perf_counter())
+    links.front.send("hello", of=mine, num_kv_blocks=core.scheduler.pool.num_blocks, clock=time.perf_counter())
     instance = PrefillInstance if setup.role == "prefill" else DecodeInstance
-    instance(setup, core, _runner_of(core).transfers, front, peer, host).run()
+    instance(setup, core, _runner_of(core).transfers, links).run()
 
 
 def _received(pool: BlockPool, runner: ModelRunner) -> ReceivedKV:
-    return ReceivedKV(pool, runner.block_size, runner.transfers.pull, time.perf_counter)
+    return ReceivedKV(pool, runner.transfers.pull, time.perf_counter)
 
 
 def main() -> None:
@@ -422,7 +428,7 @@ def main() -> None:
     end_with_the_pipe()
     assert setup.front is not None and setup.peer is not None
     try:
-        serve_instance(setup, Wire(Connection(setup.front)), Wire(Connection(setup.peer)), "127.0.0.1")
+        serve_instance(setup, Links(Wire(Connection(setup.front)), Wire(Connection(setup.peer)), "127.0.0.1"))
     except (HandshakeError, ConfigError) as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(2)

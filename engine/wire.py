@@ -46,10 +46,6 @@ class Wire:
             raise EOFError(str(error)) from error
         return message
 
-    def close(self) -> None:
-        """End the connection."""
-        self.connection.close()
-
 
 def ready(wires: Sequence[Wire], timeout: float | None) -> list[Wire]:
     """Those that have a message, or whose other end is gone, in the order given; none after ``timeout`` seconds."""

@@ -183,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _table(arguments: argparse.Namespace) -> str:
     from engine import LLM
-    from engine.disaggregated import parse_options
+    from engine.config import parse_options
     from lab.experiment import run_experiment
     from lab.metrics import summarise
     from lab.workload import load_workload

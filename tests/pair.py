@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.instance import DecodeInstance, InstanceSetup, PrefillInstance
+from engine.instance import DecodeInstance, InstanceSetup, Links, PrefillInstance
 from engine.kv.block_pool import BlockPool
 from engine.kv.transfer import PinningAdmission, PullOutcome, ReceivedKV
 from engine.request import Request
@@ -93,14 +93,14 @@ class Pair:
             if role == "prefill":
                 policy: dict[str, Any] = {"admission": PinningAdmission(pool)}
             else:
-                policy = {"source": ReceivedKV(pool, config.block_size, self.channel.pull, lambda: 0.0)}
+                policy = {"source": ReceivedKV(pool, self.channel.pull, lambda: 0.0)}
             scheduler = Scheduler.from_config(config, pool, max_model_len, (EOS,), **policy)
             self.cores[role] = EngineCore(scheduler, runner, VOCAB)
             mine, theirs = map(Wire, Pipe())
             self.fronts[role] = mine
             setup: Any = InstanceSetup(role, None, None, config, max_model_len)  # type: ignore[arg-type]
             kind: Any = PrefillInstance if role == "prefill" else DecodeInstance
-            instances[role] = kind(setup, self.cores[role], self.channel, theirs, peers[role], "host")
+            instances[role] = kind(setup, self.cores[role], self.channel, Links(theirs, peers[role], "host"))
             runners[role] = runner
         self.prefill, self.decode = instances["prefill"], instances["decode"]
         self.channel.between(runners["prefill"], runners["decode"])

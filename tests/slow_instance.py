@@ -35,10 +35,13 @@ class SlowChannel:
         _begun += 1
         self._channel.pull(transfer_id, source, target)
 
-    def outcome(self, transfer_id: int) -> PullOutcome:
-        if time.perf_counter() < self._due[transfer_id]:
-            return PullOutcome("busy")
-        return self._channel.outcome(transfer_id)
+    def outcomes(self, transfer_ids: Sequence[int]) -> list[PullOutcome]:
+        now = time.perf_counter()
+        found = self._channel.outcomes(transfer_ids)
+        return [
+            PullOutcome("busy") if now < self._due[one] else outcome
+            for one, outcome in zip(transfer_ids, found, strict=True)
+        ]
 
 
 def _slow(*arguments: Any) -> Any:

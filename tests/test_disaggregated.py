@@ -269,12 +269,16 @@ def test_a_lost_peer_frees_every_block(lost: str) -> None:
     left = "decode" if lost == "prefill" else "prefill"
     pair.add(request("waits", 9, 5))
     pair.turn("prefill")
-    getattr(pair, lost)._peer.close()
+    getattr(pair, lost)._peer.connection.close()
     pair.turn(left)
+    pair.add(request("after", 9, 5))
+    for _ in range(3):
+        pair.turn(left)
     pool = pair.cores[left].scheduler.pool
     assert pool.num_held == 0 and not pair.cores[left].has_unfinished
-    if left == "decode":
-        assert pair.errors.keys() == {"r", "waits"}
+    # Nobody waits for ever, whoever is left: what was under way, what was on offer, and what comes later.
+    assert pair.errors.keys() == ({"r", "waits"} if left == "decode" else {"r", "waits", "after"})
+    assert all(f"the {lost} instance is gone" in error for error in pair.errors.values())
 
 
 def test_instances_that_differ_name_both_sides_values() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from engine import LLM, RequestError, SamplingParams, disaggregated
-from engine.disaggregated import SECRET_VARIABLE, DisaggregatedCore, parse_options
+from engine.config import parse_options
+from engine.disaggregated import SECRET_VARIABLE, DisaggregatedCore
 from engine.execution.workers import WorkerError
 from engine.request import RequestOutput
 from lab.drive import drive

@@ -9,6 +9,7 @@ import base64
 import itertools
 import json
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -88,17 +89,15 @@ class NixlChannel:
         self._thread.start()
 
     def address(self) -> bytes:
-        regions = [(tensor.data_ptr(), _block_bytes(tensor), len(tensor)) for tensor in self._memory]
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        return json.dumps({"agent": metadata, "regions": regions, "device": self._device()}).encode()
+        return json.dumps({"agent": metadata, "regions": self._regions(), "device": self._device()}).encode()
 
     def connect(self, address: bytes) -> None:
         other = json.loads(address)
-        regions = [(tensor.data_ptr(), _block_bytes(tensor), len(tensor)) for tensor in self._memory]
         with self._lock:
             name = self._agent.add_remote_agent(base64.b64decode(other["agent"]))
             self._peer = name.decode() if isinstance(name, bytes) else name
-            ends = (("", regions, self._device()), (self._peer, other["regions"], other["device"]))
+            ends = (("", self._regions(), self._device()), (self._peer, other["regions"], other["device"]))
             self._lists = [
                 self._agent.prep_xfer_dlist(agent, self._agent.get_xfer_descs(_blocks_of(parts, index), kind))
                 for agent, parts, (kind, index) in ends
@@ -117,12 +116,13 @@ class NixlChannel:
                 handle = self._agent.make_prepped_xfer("READ", self._lists[0], mine, self._lists[1], theirs)
                 self._handles[transfer_id] = (handle, num_bytes, began)
                 self._see(transfer_id, self._agent.transfer(handle))
-            except Exception:
+            except Exception as error:  # nixl's errors have no common base
+                _say_failed(transfer_id, error)
                 self._outcomes[transfer_id] = _FAILED
         self._work.set()
 
-    def outcome(self, transfer_id: int) -> PullOutcome:
-        return self._outcomes.get(transfer_id, _BUSY)
+    def outcomes(self, transfer_ids: Sequence[int]) -> list[PullOutcome]:
+        return _asked_for(self._outcomes, transfer_ids)
 
     def serve(self, active: bool) -> None:
         self._serving = active
@@ -143,6 +143,10 @@ class NixlChannel:
         _quietly(lambda: self._agent.deregister_memory(self._registered))
         self._agent = None  # ends the agent, and with it whatever could still write
 
+    def _regions(self) -> list[tuple[int, int, int]]:
+        """Address, bytes of a block, and blocks of each tensor."""
+        return [(tensor.data_ptr(), _block_bytes(tensor), len(tensor)) for tensor in self._memory]
+
     def _device(self) -> tuple[str, int]:
         device = self._memory[0].device
         return device.type, device.index or 0
@@ -158,7 +162,8 @@ class NixlChannel:
                 for transfer_id, (handle, _, _) in tuple(self._handles.items()):
                     try:
                         self._see(transfer_id, self._agent.check_xfer_state(handle))
-                    except Exception:  # nixl's errors have no common base
+                    except Exception as error:
+                        _say_failed(transfer_id, error)
                         self._see(transfer_id, "ERR")
                 if not self._handles and not self._serving:
                     self._work.clear()
@@ -204,8 +209,8 @@ class DistributedChannel:
     def pull(self, transfer_id: int, source: Sequence[int], target: Sequence[int]) -> None:
         self._asked.put((transfer_id, list(_runs(source, target))))
 
-    def outcome(self, transfer_id: int) -> PullOutcome:
-        return self._outcomes.get(transfer_id, _BUSY)
+    def outcomes(self, transfer_ids: Sequence[int]) -> list[PullOutcome]:
+        return _asked_for(self._outcomes, transfer_ids)
 
     def serve(self, active: bool) -> None:
         pass  # gloo's own thread wakes when there is something to do
@@ -243,7 +248,8 @@ class DistributedChannel:
                 ]
                 for work in (*sends, *receives):
                     work.wait(max(timedelta(milliseconds=1), self._timeout - _since(began)))
-            except RuntimeError:  # the connection is closed, after a timeout too
+            except RuntimeError as error:  # the connection is closed, after a timeout too
+                _say_failed(transfer_id, error)
                 self._outcomes[transfer_id] = _FAILED
                 continue
             num_bytes = sum(count for _, _, count in runs) * sum(map(_block_bytes, self._memory))
@@ -300,12 +306,23 @@ def _runs(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, i
         yield (*blocks[0], len(blocks))
 
 
+def _asked_for(outcomes: dict[int, PullOutcome], transfer_ids: Sequence[int]) -> list[PullOutcome]:
+    """What is known of each; the rest is over and forgotten, so that nothing piles up over an engine's life."""
+    for transfer_id in outcomes.keys() - set(transfer_ids):
+        del outcomes[transfer_id]
+    return [outcomes.get(transfer_id, _BUSY) for transfer_id in transfer_ids]
+
+
 def _block_bytes(tensor: Tensor) -> int:
     return tensor[0].numel() * tensor.element_size()
 
 
 def _since(began: float) -> timedelta:
     return timedelta(seconds=time.perf_counter() - began)
+
+
+def _say_failed(transfer_id: int, error: Exception) -> None:
+    print(f"transfer {transfer_id} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _quietly(action: Callable[[], Any]) -> None:

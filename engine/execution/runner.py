@@ -126,11 +126,6 @@ class ModelRunner:
         """The channel to another instance that the configuration chooses here."""
         return resolve_channel(self._config.kv_channel)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens per KV block."""
-        return self._config.block_size
-
     def facts(self) -> RunnerFacts:
         replays = () if self.graphs is None else self.graphs.replays
         return RunnerFacts(self.ops.name, self.group.size, self.group.seconds, replays)

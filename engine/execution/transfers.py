@@ -110,8 +110,7 @@ class Transfers:
             transfer_id, count = payload[:2]
             self._open_channel.pull(transfer_id, payload[2 : 2 + count], payload[2 + count :])
         elif operation is Operation.OUTCOMES:
-            for i, transfer_id in enumerate(payload):
-                one = self._open_channel.outcome(transfer_id)
+            for i, one in enumerate(self._open_channel.outcomes(payload)):
                 result[3 * i : 3 * i + 3] = _STATES.index(one.state), one.num_bytes, int(one.seconds * 1e9)
         elif operation is Operation.SERVE:
             self._open_channel.serve(bool(payload[0]))

@@ -41,8 +41,8 @@ class KVChannel(Protocol):
     def pull(self, transfer_id: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Begin to copy the other end's blocks ``source`` into this one's blocks ``target``, in every layer."""
 
-    def outcome(self, transfer_id: int) -> PullOutcome:
-        """How a pull that has begun stands."""
+    def outcomes(self, transfer_ids: Sequence[int]) -> list[PullOutcome]:
+        """How pulls that have begun stand; those that are not asked for any more are forgotten."""
 
     def serve(self, active: bool) -> None:
         """Whether the other end may want blocks of this one now."""
@@ -172,13 +172,12 @@ class ReceivedKV:
 
     Args:
         pool: This instance's.
-        block_size: Tokens per block.
         pull: Begins a transfer.
         now: The clock.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, pull: Pull, now: Callable[[], float]) -> None:
-        self._pool, self._block_size, self._pull, self._now = pool, block_size, pull, now
+    def __init__(self, pool: BlockPool, pull: Pull, now: Callable[[], float]) -> None:
+        self._pool, self._pull, self._now = pool, pull, now
         self._offers: dict[str, tuple[Request, Offer, float]] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._arrived: list[Request] = []
@@ -303,11 +302,6 @@ class PinningAdmission(ContinuousAdmission):
         self._to_hand_over: set[str] = set()
         self._pinned: dict[str, Request] = {}
 
-    @property
-    def num_pinned(self) -> int:
-        """Requests whose blocks wait for another instance."""
-        return len(self._pinned)
-
     def hand_over(self, request_id: str) -> None:
         """Pin this request when it has finished by its length: it goes on elsewhere."""
         self._to_hand_over.add(request_id)
@@ -320,17 +314,16 @@ class PinningAdmission(ContinuousAdmission):
         else:
             super().release(request)
 
+    def is_pinned(self, request_id: str) -> bool:
+        """Whether the request has finished here and its blocks wait for another instance."""
+        return request_id in self._pinned
+
     def unpin(self, request_id: str) -> bool:
         """The request's transfer is terminal. False where nothing of it is pinned (any more)."""
         request = self._pinned.pop(request_id, None)
         if request is not None:
             give_back(request, self._pool)
         return request is not None
-
-    def unpin_all(self) -> None:
-        """The connection is closed: every transfer is terminal."""
-        for request_id in tuple(self._pinned):
-            self.unpin(request_id)
 
     def forget(self, request_id: str) -> None:
         """The request was aborted before it finished."""
