@@ -19,7 +19,7 @@ REFUSE := import sys; sys.version_info >= (3, 11) or sys.exit("Python %d.%d is t
 ACCEPT_0 := -p num_generated 64 -p num_alone 64 -p num_compositions 8 -p pairs 20 -p slow_down 0.25
 ACCEPT_1 := -p num_prompts 64 -p mode_pairs 12
 ACCEPT_2 := -p num_prompts 64 -p mode_pairs 12
-ACCEPT_3 := -p num_prompts 64 -p mode_pairs 12
+ACCEPT_3 := -p num_prompts 64 -p mode_pairs 12 -p overload_pairs 10
 ACCEPT_4 := -p num_prompts 24 -p pairs 10 -p mode_pairs 10 -p every_row True
 
 .DEFAULT_GOAL := help

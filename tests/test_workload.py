@@ -269,7 +269,8 @@ def test_a_trace_can_give_only_the_arrivals(tmp_path: Path) -> None:
         ("long_prompts_with_decode", "f10d3e628a6b0b0edf2b063c643f8eb9b84558b021334ad26e0b9adf3ce60fc1"),
         ("short_prompts", "b724ca3aceaf696acf9b19bd8e9ae97c8e73f9ddb9c06a9883562b439904960b"),
         ("short_behind_long", "9070065a322e18cbfdf255f826405304b2fd02e64a5f455c99ddc372e3e687a0"),
-        ("shared_prefix", "812ef929bb5e333d1a46b84c372835b497364f90bc3672550cb05d7ad66c276b"),
+        ("shared_prefix", "fab3609326f909fda12a83025dbb980c20e02dcd51cc76228cf2568c10f7d172"),
+        ("shared_prefix_overload", "812ef929bb5e333d1a46b84c372835b497364f90bc3672550cb05d7ad66c276b"),
         ("uniform", "9b77b0f7e802db258087a384c6dd1e7a9188fc6166ebef98c3724fc1ffa40a56"),
     ],
 )
