@@ -27,7 +27,7 @@ class Contrast(StrEnum):
     """Which of the two comparisons a trial belongs to."""
 
     FEATURE = "feature"  # baseline against feature
-    NOISE = "noise"  # baseline against itself
+    NOISE = "noise"  # baseline against itself; not in quick mode
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Experiment:
             (contrast, side): frame[(frame["contrast"] == contrast) & (frame["side"] == side)]
             .pivot(index="pair", columns="metric", values="value")
             .reindex(columns=rows.index)
+            .astype(float)
             for contrast in Contrast
             for side in (0, 1)
         }
@@ -173,7 +174,7 @@ def _with_ratios(rows: pd.DataFrame, values: Mapping[tuple[Contrast, int], pd.Da
     counted = rows["kind"] == Kind.COUNT
     base, other = (values[Contrast.FEATURE, side] for side in (0, 1))
     rows = rows.assign(**{n: v.sum().where(counted, v.median()) for n, v in (("baseline", base), ("feature", other))})
-    positive = np.all([v.gt(0) & np.isfinite(v) for v in values.values()], axis=(0, 1))
+    positive = np.all([(v.gt(0) & np.isfinite(v)).all() for v in values.values()], axis=0)
     comparable = rows.index[~counted & positive]
     feature, noise = (values[c, 1][comparable] / values[c, 0][comparable] for c in (Contrast.FEATURE, Contrast.NOISE))
     intervals, band, place = judge(np.log(feature.to_numpy()), np.log(noise.to_numpy()))

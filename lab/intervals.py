@@ -66,10 +66,13 @@ def noise_band(log_ratios: np.ndarray) -> np.ndarray:
 def judge(feature: np.ndarray, noise: np.ndarray) -> tuple[Intervals, np.ndarray, np.ndarray]:
     """Holds the feature's log-ratios against the noise's, both of shape [pairs, metrics].
 
+    Without pairs of noise the band is NaN, and nothing lies beyond it.
+
     Returns the intervals, the half-width of each metric's A/A band, and per metric +1 where the interval lies above the
     band, -1 where it lies below it, and 0 where they meet (int64, shape [metrics]).
     """
-    intervals, band = simultaneous_intervals(feature), noise_band(noise)
+    intervals = simultaneous_intervals(feature)
+    band = noise_band(noise) if len(noise) else np.full(noise.shape[1], np.nan)
     return intervals, band, (intervals.low > band).astype(np.int64) - (intervals.high < -band)
 
 

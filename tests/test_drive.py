@@ -137,7 +137,7 @@ def test_an_experiment_on_the_real_engine_holds_outputs_against_golden(llm: LLM,
     table = run_experiment(*arms, golden, keep=tmp_path / "records", **options).compare().set_index("metric")
     assert table.loc["Outputs equal to golden", "feature"] == 20
     assert set(table.loc[table["ratio"].notna(), "verdict"]) == {"not judged"}
-    assert len(list((tmp_path / "records").iterdir())) == 8
+    assert len(list((tmp_path / "records").iterdir())) == 4
     wrong = {0: golden[0] | {"mix-0003": "0" * 64}}
     with pytest.raises(GoldenMismatchError, match="mix-0003"):
         run_experiment(*arms, wrong, **options)

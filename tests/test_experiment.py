@@ -280,16 +280,16 @@ def test_the_table_suits_the_figure_of_paired_bars() -> None:
 
 def test_trials_run_in_abba_order_with_their_own_pairs_of_the_baseline_and_shared_seeds() -> None:
     bench = Bench()
-    result = experiment(bench, bench.arm("off"), bench.arm("on"), pairs=8, quick=True)
+    result = experiment(bench, bench.arm("off"), bench.arm("on"), pairs=12)
     assert bench.log[:6] == [("off", 0), ("off", 1), ("off", 2), ("on", 0), ("on", 1), ("on", 2)]
     timed = bench.log[6:]
     assert [name for name, _ in timed[:8]] == ["off", "on", "off", "off", "on", "off", "off", "off"]
-    assert [seed for _, seed in timed[::8]] == [0, 1, 2, 0]
+    assert [seed for _, seed in timed[::8]] == [0, 1, 2, 0, 1, 2]
     assert all(seed == timed[8 * (i // 8)][1] for i, (_, seed) in enumerate(timed))
     places = [trial.place for trial in result.trials]
     assert [(place.arm, place.seed) for place in places] == timed
     firsts = Counter((place.contrast, place.side) for place in places if place.position == 0)
-    assert set(firsts.values()) == {4}, "each side runs first equally often"
+    assert set(firsts.values()) == {6}, "each side runs first equally often"
 
 
 def test_a_drift_of_the_machine_is_not_taken_for_an_effect() -> None:
@@ -305,6 +305,13 @@ def test_quick_mode_judges_no_time_but_counts_all_the_same() -> None:
     assert set(table.loc[timed, "note"].str.split("; ").str[-1]) == {"quick mode"}
     assert set(table.loc[~timed, "verdict"]) == {Verdict.UNDECIDED}
     assert table.loc["TTFT p50", "ratio"] == pytest.approx(3.0, rel=0.1)
+    assert table["noise_high"].isna().all()
+
+
+def test_quick_mode_runs_nothing_that_serves_timing_alone() -> None:
+    bench = Bench()
+    experiment(bench, bench.arm("off"), bench.arm("on"), pairs=2, quick=True)
+    assert [name for name, _ in bench.log] == ["off", "on", "on", "off"]
 
 
 def test_a_loss_without_a_reason_is_found_and_a_reason_stands_beside_its_loss() -> None:
