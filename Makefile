@@ -23,7 +23,7 @@ ACCEPT_3 := -p num_prompts 64 -p mode_pairs 12 -p overload_pairs 10
 ACCEPT_4 := -p num_prompts 24 -p pairs 10 -p mode_pairs 10 -p every_row True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format report golden accept bench-chunked bench-continuous bench-prefix bench-pd bench-ops bench-scheduler lab clean distclean
+.PHONY: help setup test lint format report golden accept bench-chunked bench-continuous bench-prefix bench-pd bench-ops bench-scheduler gpu-check lab clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +41,8 @@ $(FETCHED): $(INSTALLED) engine/models/hub.py engine/models/gguf_import.py
 	$(PY) -m engine.models.hub $(MODEL)
 	@touch $@
 
-test: setup ## Run the tests (ARGS="-k scheduler" goes to pytest)
-	$(PY) -m pytest $(ARGS)
+test: setup ## Run the tests, two at a time (ARGS="-k scheduler" goes to pytest)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: setup ## Check style, format and types
 	$(PY) -m ruff check
@@ -79,6 +79,9 @@ bench-pd: setup ## Prefill and decode apart (1P1D) against one engine on pd_inte
 
 bench-ops: setup ## Measure every op against torch's
 	$(PY) -m lab.bench_ops $(ARGS)
+
+gpu-check: ## On a GPU: the kernels' exactness, the goldens, and their speed (needs no set-up: torch, triton, transformers, pandas)
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m lab.gpu_check $(ARGS)
 
 bench-scheduler: setup ## Measure the scheduler's own cost per step, without a model
 	$(PY) -m lab.bench_scheduler $(ARGS)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 DTYPES = ("auto", "float32", "bfloat16")
-OPS_BACKENDS = ("auto", "reference", "cpu")
+OPS_BACKENDS = ("auto", "reference", "cpu", "triton")
+DEVICES = ("auto", "cpu", "cuda")
 BATCHING = ("continuous", "static")
 KV_CHANNELS = ("auto", "nixl", "distributed")
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -39,8 +40,9 @@ class EngineConfig:
         max_num_batched_tokens: Most tokens of one step, decodes and prefills together: the chunk size. Without chunked
             prefill a prompt that is longer runs in a step in which it is the only prefill.
         enable_prefix_caching: Reuse the KV of prompts that begin alike, block by block, until it is overwritten.
-        ops: Op set: ``cpu`` (compiled on first use), ``reference`` (torch, any device, slow), or ``auto`` (the fastest
-            that is available).
+        device: ``cpu``, ``cuda`` (rank r takes GPU r, modulo their number), or ``auto`` (a GPU where there is one).
+        ops: Op set: ``cpu`` (compiled on first use), ``triton`` (a GPU), ``reference`` (torch, any device, slow), or
+            ``auto`` (the fastest that is available).
         num_threads: Threads of the ops on the CPU, of each rank; None takes torch's own choice, divided by the ranks.
         tensor_parallel_size: Ranks that share the model, a process each. The outputs do not depend on it.
         enforce_eager: True never pads decode steps to a graph's batch size; False captures and replays them as CUDA
@@ -66,7 +68,8 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     max_num_batched_tokens: int = 128
     enable_prefix_caching: bool = True
-    ops: Literal["auto", "reference", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ops: Literal["auto", "reference", "cpu", "triton"] = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool | None = None
@@ -88,7 +91,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} is not an integer; give a whole number of at least 1")
             if value < 1:
                 raise ConfigError(f"{name}={value} is below 1, the least the engine can work with; raise it")
-        choices_of = {"dtype": DTYPES, "ops": OPS_BACKENDS, "batching": BATCHING, "kv_channel": KV_CHANNELS}
+        choices_of = {"dtype": DTYPES, "device": DEVICES, "ops": OPS_BACKENDS, "batching": BATCHING,
+                      "kv_channel": KV_CHANNELS}  # fmt: skip
         for name, choices in choices_of.items():
             value = getattr(self, name)
             if value not in choices:
@@ -108,6 +112,8 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: a "
                 "step could not hold one token of every running request; raise the first or lower the second"
             )
+        if self.device == "cuda" and self.ops == "cpu":
+            raise ConfigError("ops='cpu' cannot run on device='cuda'; choose 'auto', 'triton' or 'reference'")
         self._check_disaggregation()
 
     def _check_disaggregation(self) -> None:

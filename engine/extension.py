@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import ninja
 import torch
 from filelock import FileLock
 
@@ -109,6 +108,8 @@ def _say(line: str) -> None:
 @contextlib.contextmanager
 def _ninja_on_path() -> Iterator[None]:
     """Torch runs ``ninja`` by name; the package's copy is not on the PATH when the environment is not activated."""
+    import ninja
+
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = f"{before}{os.pathsep}{ninja.BIN_DIR}"
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -20,6 +21,7 @@ from lab.paths import repository_root
 
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "numpy", "pandas", "pyarrow", "plotly", "papermill")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+NO_GPU_CHECK = "not run on a GPU yet (make gpu-check)"
 _CPU_FEATURES = ("avx", "fma", "f16c", "amx", "asimd", "bf16", "sve", "i8mm")
 
 
@@ -48,6 +50,7 @@ class Provenance:
     operating_system: str
     threads: Mapping[str, str]
     versions: Mapping[str, str] = field(default_factory=dict)
+    gpu_check: str = NO_GPU_CHECK
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,6 +78,7 @@ class Provenance:
             ("Machine", f"{self.cpu}, {self.cores} cores, {self.memory_gib:.1f} GiB, {self.operating_system}"),
             ("CPU features", " ".join(self.cpu_features) or "unknown"),
             ("Accelerators", ", ".join(self.accelerators) or "none"),
+            ("GPU kernels", self.gpu_check),
             ("Threads", _pairs(self.threads)),
             ("Versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
         ]
@@ -109,7 +113,17 @@ def collect(
         operating_system=platform.platform(terse=True),
         threads=_threads(),
         versions=_versions(),
+        gpu_check=_gpu_check(root or repository_root()),
     )
+
+
+def _gpu_check(root: Path) -> str:
+    """What the committed run of ``make gpu-check`` ran on."""
+    path = root / "reports" / "gpu" / "check.json"
+    if not path.exists():
+        return NO_GPU_CHECK
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return f"checked on {found['machine']['device']}, driver {found['machine']['driver']}, {found['when']}"
 
 
 def git_state(root: Path) -> tuple[str, bool | None]:

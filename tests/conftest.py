@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
 from hypothesis import settings
 
 import engine  # noqa: F401 - before torch: it sets how OpenMP's threads wait

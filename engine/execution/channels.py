@@ -241,13 +241,14 @@ class DistributedChannel:
                 header = torch.tensor([transfer_id, len(runs)])
                 wanted = torch.tensor([(source, count) for source, _, count in runs])
                 sends = [group.send([header], 0, 0), group.send([wanted], 0, 0)]
-                receives = [
-                    group.recv([tensor[target : target + count]], 0, 1)
-                    for _, target, count in runs
-                    for tensor in self._memory
-                ]
+                places = [tensor[target : target + count] for _, target, count in runs for tensor in self._memory]
+                landed = [_reachable(place) for place in places]
+                receives = [group.recv([there], 0, 1) for there in landed]
                 for work in (*sends, *receives):
                     work.wait(max(timedelta(milliseconds=1), self._timeout - _since(began)))
+                for place, there in zip(places, landed, strict=True):
+                    if there is not place:
+                        place.copy_(there)
             except RuntimeError as error:  # the connection is closed, after a timeout too
                 _say_failed(transfer_id, error)
                 self._outcomes[transfer_id] = _FAILED
@@ -264,7 +265,7 @@ class DistributedChannel:
                 wanted = torch.empty((int(header[1]), 2), dtype=torch.int64)
                 group.recv([wanted], 1, 0).wait(_FOREVER)
                 works = [
-                    group.send([tensor[first : first + count]], 1, 1)
+                    group.send([tensor[first : first + count].cpu()], 1, 1)
                     for first, count in wanted.tolist()
                     for tensor in self._memory
                 ]
@@ -315,6 +316,11 @@ def _asked_for(outcomes: dict[int, PullOutcome], transfer_ids: Sequence[int]) ->
 
 def _block_bytes(tensor: Tensor) -> int:
     return tensor[0].numel() * tensor.element_size()
+
+
+def _reachable(place: Tensor) -> Tensor:
+    """Memory of the CPU that gloo can write to: the place itself, or for a GPU's, as much beside it."""
+    return place if place.device.type == "cpu" else torch.empty(place.shape, dtype=place.dtype)
 
 
 def _since(began: float) -> timedelta:

@@ -35,6 +35,8 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    on_device: bool
+    """Whether exchanges stay on the tensors' device, so that a CUDA graph can hold them."""
 
     @property
     def seconds(self) -> float:
@@ -56,7 +58,7 @@ class Communicator(Protocol):
 class LocalGroup:
     """One rank: nothing to exchange."""
 
-    rank, size, seconds = 0, 1, 0.0
+    rank, size, seconds, on_device = 0, 1, 0.0, True
 
     def add(self, parts: Sequence[Tensor], total: SplitSum) -> Tensor:
         return combine(parts, total.order)
@@ -73,7 +75,7 @@ class LocalGroup:
 
 
 class SharedMemoryGroup:
-    """Ranks on one host that exchange through one piece of memory (``csrc/shm.cpp``).
+    """Ranks on the CPU of one host that exchange through one piece of memory (``csrc/shm.cpp``).
 
     Args:
         fd: File descriptor of the memory, at least ``memory_bytes(size)`` long, zero at first.
@@ -86,7 +88,7 @@ class SharedMemoryGroup:
     """
 
     def __init__(self, fd: int, rank: int, size: int, check: Callable[[], None]) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.on_device = rank, size, True
         self._group = _shm_extension().Group(fd, rank, size, SLOT_BYTES, check)
 
     @staticmethod
@@ -117,6 +119,8 @@ class SharedMemoryGroup:
 class DistributedGroup:
     """Ranks anywhere, through torch.distributed: gloo for the CPU and for messages, NCCL for tensors on a GPU.
 
+    NCCL wants a GPU for each rank: where ranks share one, gloo carries their tensors through the CPU.
+
     Args:
         store: Where the ranks meet.
         rank: This rank.
@@ -133,7 +137,9 @@ class DistributedGroup:
         control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, size, _FOREVER)
         self._control: Any = control
         self._data: Any = control
-        if device.type == "cuda":
+        has_gpu_each = device.type == "cuda" and size <= torch.cuda.device_count()
+        self.on_device = device.type == "cpu" or has_gpu_each
+        if has_gpu_each:
             self._data = dist.ProcessGroupNCCL(
                 dist.PrefixStore("data", store), rank, size, dist.ProcessGroupNCCL.Options()
             )
@@ -168,10 +174,11 @@ class DistributedGroup:
         self._control = self._data = None
 
     def _all_gather(self, mine: Tensor) -> list[Tensor]:
-        received = [torch.empty_like(mine) for _ in range(self.size)]
+        sent = mine if self.on_device else mine.cpu()
+        received = [torch.empty_like(sent) for _ in range(self.size)]
         with self._timed():
-            self._data.allgather(received, mine).wait()
-        return received
+            self._data.allgather(received, sent).wait()
+        return [part.to(mine.device) for part in received]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -39,6 +39,7 @@ class GraphRunner:
         max_model_len: Most tokens of a sequence.
         block_size: Tokens per KV block.
         padding_block: A block of the KV memory beyond those of the scheduler's pool.
+        capture: Capture CUDA graphs and replay them; else the model runs on the static buffers as usual.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GraphRunner:
         max_model_len: int,
         block_size: int,
         padding_block: int,
+        capture: bool,
     ) -> None:
         self._eager = forward
         rows = torch.arange(max_num_seqs + 1, device=device)
@@ -71,7 +73,7 @@ class GraphRunner:
         self._counts = {size: [0, 0] for size in bucket_sizes(max_num_seqs)}
         self._pool: Any = None  # torch.cuda's pool handle
         # The largest first: the others then fit into the memory it took.
-        self._graphs = {size: self._capture(size, device) for size in sorted(self._counts, reverse=True)}
+        self._graphs = {size: self._capture(size, device, capture) for size in sorted(self._counts, reverse=True)}
 
     @property
     def replays(self) -> tuple[GraphReplay, ...]:
@@ -103,7 +105,7 @@ class GraphRunner:
             static.context_lens[padding] = 1
             static.block_tables[padding, 0] = self._padding_block
 
-    def _capture(self, bucket: int, device: torch.device) -> Callable[[], Tensor]:
+    def _capture(self, bucket: int, device: torch.device, capture: bool) -> Callable[[], Tensor]:
         """What runs the model on the first ``bucket`` rows of the static buffers."""
         static = self._static
         rows = {
@@ -117,7 +119,7 @@ class GraphRunner:
             query_start=static.query_start[: bucket + 1],
             query_offsets=static.query_offsets[: bucket + 1],
         )
-        if device.type != "cuda":
+        if not capture:
             return lambda: self._eager(batch)
         with torch.inference_mode():
             side = torch.cuda.Stream(device)

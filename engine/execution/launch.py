@@ -21,6 +21,7 @@ from engine.extension import BuildError
 from engine.kv.block_pool import BlockPool
 from engine.kv.transfer import KVSource
 from engine.models.hub import ModelSource
+from engine.ops import choose_device
 from engine.scheduler.admission import Admission
 from engine.scheduler.loop import Scheduler
 
@@ -71,6 +72,8 @@ def start_runner(source: ModelSource, model: ModelConfig, config: EngineConfig, 
 
 def _with_local_workers(setup: Setup) -> ModelRunner:
     size = setup.size
+    if choose_device(setup.config, 0).type == "cuda":
+        return _through_gloo(setup)
     try:
         memory_bytes = SharedMemoryGroup.memory_bytes(size)
     except BuildError as error:
@@ -97,7 +100,8 @@ def _through_gloo(setup: Setup) -> ModelRunner:
     )
     while not store.check([f"rank {rank}" for rank in range(1, setup.size)]):
         workers.check()
-    return _lead(setup, DistributedGroup(store, 0, setup.size, torch.device("cpu"), workers.check), workers)
+    device = choose_device(setup.config, 0)
+    return _lead(setup, DistributedGroup(store, 0, setup.size, device, workers.check), workers)
 
 
 def _under_torchrun(setup: Setup) -> ModelRunner:
@@ -107,7 +111,7 @@ def _under_torchrun(setup: Setup) -> ModelRunner:
             f"tensor_parallel_size={setup.size}, and torchrun started {world_size} processes; make the two equal"
         )
     workers = GroupWorkers()
-    group = DistributedGroup(store, rank, world_size, torch.device("cpu"), workers.check)
+    group = DistributedGroup(store, rank, world_size, choose_device(setup.config, rank), workers.check)
     if rank == 0:
         return _lead(setup, group, workers)
     serve(dataclasses.replace(setup, rank=rank), group)

@@ -26,7 +26,7 @@ from engine.models.checkpoint import open_checkpoint
 from engine.models.decoder import Decoder, rope_table
 from engine.models.hub import ModelSource
 from engine.models.weights import expected_tensors, load_weights
-from engine.ops import select_ops
+from engine.ops import choose_device, select_ops
 from engine.scheduler.loop import ScheduledRequest
 
 _STEP, _POISON = 0, -1  # what a message to the ranks is about; the others are transfers' operations
@@ -58,7 +58,7 @@ class ModelRunner:
         dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         shard = make_shard(model, self.group.rank, self.group.size)
         with using_threads(config.num_threads):
-            self.ops = select_ops(config, dtype, torch.device("cpu"))
+            self.ops = select_ops(config, dtype, choose_device(config, self.group.rank))
             # Blocks are counted for the whole model, so that the pool does not depend on the number of ranks.
             shape = (config.block_size, model.num_kv_heads, model.head_dim)
             self.bytes_per_block = model.num_layers * self.ops.kv_bytes_per_block(*shape)
@@ -79,6 +79,7 @@ class ModelRunner:
                     max_model_len=max_model_len,
                     block_size=config.block_size,
                     padding_block=self.num_kv_blocks,
+                    capture=self.ops.device.type == "cuda" and self.group.on_device,
                 )
             self._forward = decoder.forward if self.graphs is None else self.graphs.forward
         self.transfers = Transfers(self._make_channel, self.group, self._tell)

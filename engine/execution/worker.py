@@ -7,7 +7,6 @@ import pickle
 import sys
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from engine.config import EngineConfig, ModelConfig
@@ -15,6 +14,7 @@ from engine.execution.communicator import Communicator, DistributedGroup, Shared
 from engine.execution.runner import ModelRunner
 from engine.execution.workers import end_with_the_pipe
 from engine.models.hub import ModelSource
+from engine.ops import choose_device
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Setup:
         assert self.port is not None
         store = dist.TCPStore("127.0.0.1", self.port)
         store.set(f"rank {self.rank}", "")
-        return DistributedGroup(store, self.rank, self.size, torch.device("cpu"), self.check_leader)
+        return DistributedGroup(store, self.rank, self.size, choose_device(self.config, self.rank), self.check_leader)
 
     def check_leader(self) -> None:
         """End this process if rank 0's is gone."""

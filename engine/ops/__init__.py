@@ -110,18 +110,40 @@ def kernels_version() -> str:
     return digest.hexdigest()
 
 
+def choose_device(config: EngineConfig, rank: int) -> torch.device:
+    """Where a rank runs.
+
+    Raises:
+        ConfigError: ``device="cuda"`` and there is no GPU.
+    """
+    num_gpus = torch.cuda.device_count()
+    if config.device == "cpu" or (config.device == "auto" and (num_gpus == 0 or config.ops == "cpu")):
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise ConfigError("device='cuda' is not available: torch sees no GPU here; choose device='cpu'")
+    return torch.device("cuda", rank % num_gpus)
+
+
 def select_ops(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Ops:
     """The backend that ``config.ops`` names, for one dtype and device.
 
-    ``auto`` takes the compiled CPU kernels, and the reference ops, with a warning, where they cannot be built.
+    ``auto`` takes the Triton kernels on a GPU, and on a CPU the compiled ones, or the reference ops, with a warning,
+    where they cannot be built.
 
     Raises:
-        ConfigError: ``ops="cpu"`` and the kernels cannot be built here.
+        ConfigError: The backend that is asked for cannot run on the device, or be built here.
     """
     from engine.ops.reference import ReferenceOps
 
-    if config.ops == "reference" or device.type != "cpu":
+    if config.ops == "reference":
         return ReferenceOps(dtype, device)
+    if config.ops == "triton" or device.type == "cuda":
+        from engine.ops import triton
+
+        reason = triton.unavailable_reason(device)
+        if reason is not None:
+            raise ConfigError(f"ops='triton' is not available: {reason}; mend that, or choose ops='reference'")
+        return triton.TritonOps(dtype, device)
     from engine.ops.cpu import CpuOps, unavailable_reason
 
     reason = unavailable_reason()
