@@ -26,9 +26,9 @@ from tqdm.auto import tqdm
 
 from engine.config import ModelConfig
 from engine.execution.batch import ForwardBatch
+from engine.execution.parallel import ffn_leaves
 from engine.models.decoder import rope_table
 from engine.models.shapes import shape_config
-from engine.models.weights import ffn_leaves
 from engine.ops.cpu import CpuOps
 from engine.request import Request, SamplingParams
 from engine.scheduler.loop import ScheduledRequest

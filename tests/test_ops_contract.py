@@ -140,7 +140,11 @@ def test_elementwise_ops_against_float64(ops: Ops) -> None:
 
 
 def test_greedy_takes_the_lowest_index_of_a_tie(ops: Ops) -> None:
-    logits = normal(0, 4, 5000)
+    check_ties(ops, torch.device("cpu"))
+
+
+def check_ties(ops: Ops, device: torch.device) -> None:
+    logits = normal(0, 4, 5000).to(device)
     logits[0, [4999, 3000, 2100]] = logits[1, [0, 4999]] = 9.0
     logits[2] = 0.0
     token_ids, logprobs = ops.greedy(logits)

@@ -23,7 +23,16 @@ from engine.ops.reference import ReferenceOps
 from lab import gpu_check
 from lab.golden import differences, run_alone, run_cell
 from lab.matrix import random_prompts
-from tests.test_ops_contract import LINEAR_OPS, ROW_OPS, Paged, normal, relative_error, run_row_op, same_bits
+from tests.test_ops_contract import (
+    LINEAR_OPS,
+    ROW_OPS,
+    Paged,
+    check_ties,
+    normal,
+    relative_error,
+    run_row_op,
+    same_bits,
+)
 
 pytest.importorskip("triton")
 
@@ -108,14 +117,7 @@ def test_elementwise_ops_against_the_reference(ops: Ops, width: int) -> None:
 
 
 def test_greedy_takes_the_lowest_index_of_a_tie(ops: Ops) -> None:
-    logits = normal(0, 4, 5000).to(DEVICE)
-    logits[0, [4999, 3000, 2100]] = logits[1, [0, 4999]] = 9.0
-    logits[2] = 0.0
-    token_ids, logprobs = ops.greedy(logits)
-    assert token_ids.tolist()[:3] == [2100, 0, 0]
-    expected = torch.log_softmax(logits.double(), -1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    assert torch.allclose(logprobs.double(), expected, atol=1e-6)
-    assert same_bits(ops.logprobs_of(logits, token_ids), logprobs)
+    check_ties(ops, DEVICE)
 
 
 @pytest.mark.parametrize("shape", [(6, 3, 16), (9, 3, 64), (2, 2, 128), (4, 1, 32)])

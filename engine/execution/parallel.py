@@ -6,9 +6,11 @@ import itertools
 from dataclasses import dataclass
 
 from engine.config import ConfigError, ModelConfig
-from engine.models.weights import ffn_leaves
 from engine.ops import VOCAB_CHUNK
 from engine.ops.tree import SplitSum
+
+_FFN_LEAVES = (12, 8, 6, 4, 3, 2, 1)
+_LEAF_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,19 @@ class Shard:
     def num_kv_heads(self) -> int:
         """KV heads on this rank."""
         return len(self.attention.runs[self.rank])
+
+
+def ffn_leaves(intermediate_size: int) -> int:
+    """Leaves of the down projection's shard tree: the most of a few counts that split the FFN evenly.
+
+    A function of the shape alone, so that every tensor-parallel size adds the same leaves. A leaf holds a multiple of
+    32 inputs where the shape allows it.
+    """
+    for multiple in (_LEAF_MULTIPLE, 1):
+        for count in _FFN_LEAVES:
+            if intermediate_size % (count * multiple) == 0:
+                return count
+    return 1
 
 
 def split_evenly(count: int, size: int) -> tuple[range, ...]:

@@ -17,9 +17,6 @@ from engine.ops.tree import SplitSum
 if TYPE_CHECKING:
     from engine.execution.parallel import Shard
 
-_FFN_LEAVES = (12, 8, 6, 4, 3, 2, 1)
-_LEAF_MULTIPLE = 32
-
 
 @dataclass(frozen=True)
 class RowParallel:
@@ -58,19 +55,6 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Any
-
-
-def ffn_leaves(intermediate_size: int) -> int:
-    """Leaves of the down projection's shard tree: the most of a few counts that split the FFN evenly.
-
-    A function of the shape alone, so that every tensor-parallel size adds the same leaves. A leaf holds a multiple of
-    32 inputs where the shape allows it.
-    """
-    for multiple in (_LEAF_MULTIPLE, 1):
-        for count in _FFN_LEAVES:
-            if intermediate_size % (count * multiple) == 0:
-                return count
-    return 1
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.execution.batch import ForwardBatch
 from engine.ops import exact
+from engine.ops.plain_kv import PagedKV, PlainKV
 from engine.ops.tree import tree_sum
 
 MAX_CONTEXT = 1 << 17
@@ -32,15 +33,7 @@ class PackedLinear:
     bias: Tensor | None
 
 
-@dataclass(frozen=True)
-class PagedKV:
-    """One layer's K and V, each [num_blocks, block_size, KVH, D]."""
-
-    k: Tensor
-    v: Tensor
-
-
-class ReferenceOps:
+class ReferenceOps(PlainKV):
     """See ``engine.ops.Ops`` for the meaning and shapes of each op."""
 
     name = "reference"
@@ -85,19 +78,6 @@ class ReferenceOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.to(torch.float64).chunk(2, dim=-1)
         return (gate / (1.0 + exact.exp(-gate)) * up).to(self.dtype)
-
-    def allocate_kv(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> PagedKV:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return PagedKV(*(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
-
-    def kv_bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
-
-    def kv_tensors(self, kv: PagedKV) -> tuple[Tensor, ...]:
-        return kv.k, kv.v
-
-    def poison_kv(self, kv: PagedKV, block: int) -> None:
-        kv.k[block] = kv.v[block] = float("nan")
 
     def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, kv: PagedKV, batch: ForwardBatch) -> Tensor:
         cos, sin = rope[batch.positions].unsqueeze(1).chunk(2, dim=-1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import ForwardBatch
+from engine.ops.plain_kv import PagedKV, PlainKV
 from engine.ops.tree import tree_sum
 
 _ROWS = 64
@@ -30,15 +31,7 @@ class PackedLinear:
     num_leaves: int
 
 
-@dataclass(frozen=True)
-class PagedKV:
-    """One layer's K and V, each [num_blocks, block_size, KVH, D]."""
-
-    k: Tensor
-    v: Tensor
-
-
-class TritonOps:
+class TritonOps(PlainKV):
     """See ``engine.ops.Ops`` for the meaning and shapes of each op.
 
     Args:
@@ -97,19 +90,6 @@ class TritonOps:
             grid = (rows, -(-width // _ELEMENTS))
             self._kernels.silu_mul[grid](_aligned(gate_up.contiguous()), out, width, ELEMENTS=_ELEMENTS)
         return out
-
-    def allocate_kv(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> PagedKV:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return PagedKV(*(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
-
-    def kv_bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
-
-    def kv_tensors(self, kv: PagedKV) -> tuple[Tensor, ...]:
-        return kv.k, kv.v
-
-    def poison_kv(self, kv: PagedKV, block: int) -> None:
-        kv.k[block] = kv.v[block] = float("nan")
 
     def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor, kv: PagedKV, batch: ForwardBatch) -> Tensor:
         rows, heads, head_dim = q.shape
