@@ -41,8 +41,8 @@ $(FETCHED): $(INSTALLED) engine/models/hub.py engine/models/gguf_import.py
 	$(PY) -m engine.models.hub $(MODEL)
 	@touch $@
 
-test: setup ## Run the tests, two at a time (ARGS="-k scheduler" goes to pytest)
-	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+test: setup ## Run the tests, two files at a time (ARGS="-k scheduler" goes to pytest)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: setup ## Check style, format and types
 	$(PY) -m ruff check
