@@ -132,40 +132,93 @@ def machine(bench: Bench, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def check_invariance(device: Any, sizes: Sizes) -> list[dict[str, Any]]:
-    """Rows alone against rows in a batch, bit for bit, and the error against float64, for the roofline's shapes."""
+def check_rows(device: Any, sizes: Sizes) -> list[dict[str, Any]]:
+    """Every op on rows: alone against in a batch, bit for bit, and against the reference ops."""
     import torch
 
+    from engine.ops.reference import ReferenceOps
     from engine.ops.triton import TritonOps
 
     hidden, ffn, *_ = sizes.shape
     found = []
     for dtype in (torch.bfloat16, torch.float32):
-        ops = TritonOps(dtype, device)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(max(sizes.batches) + 1, hidden, generator=generator).to(device, dtype)
         plain = torch.randn(ffn, hidden, generator=generator).to(device, dtype)
-        weight = ops.pack_linear(plain)
-        together = ops.linear(x, weight)
-        rows = sorted({0, 1, len(x) // 2, len(x) - 1})
-        differ = sum(not torch.equal(ops.linear(x[row : row + 1], weight)[0], together[row]) for row in rows)
-        wanted = x.double() @ plain.double().T
-        errors = [float((one.double() - wanted).norm() / wanted.norm()) for one in (together, x @ plain.T)]
-        normed = ops.rms_norm(x, torch.ones(hidden, device=device, dtype=dtype), 1e-5)
-        differ += sum(
-            not torch.equal(ops.rms_norm(x[row : row + 1], torch.ones(hidden, device=device, dtype=dtype), 1e-5)[0],
-                            normed[row])
-            for row in rows
-        )  # fmt: skip
-        found.append(
-            {
-                "check": f"rows alone = in a batch, {str(dtype).removeprefix('torch.')}",
-                "observed": f"{differ} of {2 * len(rows)} rows differ; "
-                f"linear's error {errors[0]:.1e}, torch's {errors[1]:.1e}",
-                "passed": differ == 0 and errors[0] <= 2 * errors[1] + 1e-7,
+        scale = torch.randn(hidden, generator=generator).to(device, dtype)
+
+        def ops_of(backend: Any, weight: Any = plain, scale: Any = scale) -> Mapping[str, Callable[[Any], Any]]:
+            packed = backend.pack_linear(weight)
+            return {
+                "linear": lambda rows: backend.linear(rows, packed),
+                "rms_norm": lambda rows: backend.rms_norm(rows, scale, 1e-5),
+                "add_rms_norm": lambda rows: backend.add_rms_norm(rows, rows, scale, 1e-5)[0],
+                "silu_mul": lambda rows: backend.silu_mul(rows),
+                "greedy": lambda rows: backend.greedy(rows.float())[1],
             }
-        )
+
+        exact = ops_of(ReferenceOps(dtype, device))
+        some = sorted({0, 1, len(x) // 2, len(x) - 1})
+        differ, errors = 0, {"torch's linear": _error(x @ plain.T, exact["linear"](x))}
+        for name, op in ops_of(TritonOps(dtype, device)).items():
+            together = op(x)
+            differ += sum(not torch.equal(op(x[row : row + 1])[0], together[row]) for row in some)
+            errors[name] = _error(together, exact[name](x))
+        is_accurate = errors["linear"] <= 2 * errors["torch's linear"] + 1e-7
+        found.append(_exactness("rows", dtype, differ, 5 * len(some), errors, is_accurate))
     return found
+
+
+def check_attention(device: Any, sizes: Sizes) -> list[dict[str, Any]]:
+    """RoPE, the KV store and attention: two prompts whole in one step, then the first one's last rows alone."""
+    import torch
+
+    from engine.ops.reference import ReferenceOps
+    from engine.ops.triton import TritonOps
+
+    *_, heads, kv_heads, dim = sizes.shape
+    context, found = sizes.context, []
+    for dtype in (torch.bfloat16, torch.float32):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(2 * context, count, dim, generator=generator).to(device, dtype)
+            for count in (heads, kv_heads, kv_heads)
+        )
+        angles = 6 * torch.rand(context, dim // 2, generator=generator).to(device)
+        rope = torch.cat((angles.cos(), angles.sin()), 1)
+
+        def whole(ops: Any, q: Any = q, k: Any = k, v: Any = v, rope: Any = rope) -> tuple[Any, Any, Any]:
+            kv, layout = _paged(ops, 2, context, context, kv_heads, dim)
+            rotated = ops.rope_and_store(q, k, v, rope, kv, layout)
+            return kv, rotated, ops.paged_attention(rotated, kv, layout, dim**-0.5)
+
+        ops = TritonOps(dtype, device)
+        kv, rotated, together = whole(ops)
+        differ, chunks = 0, (1, 17)
+        for rows in chunks:
+            _, layout = _paged(ops, 1, context, rows, kv_heads, dim)
+            alone = ops.paged_attention(rotated[context - rows : context], kv, layout, dim**-0.5)
+            differ += int((alone != together[context - rows : context]).any(1).sum())
+        errors = {"attention": _error(together, whole(ReferenceOps(dtype, device))[2])}
+        found.append(_exactness("attention's rows", dtype, differ, sum(chunks), errors))
+    return found
+
+
+def _error(found: Any, wanted: Any) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def _exactness(
+    what: str, dtype: Any, differ: int, count: int, errors: Mapping[str, float], passed: bool = True
+) -> dict[str, Any]:
+    name = str(dtype).removeprefix("torch.")
+    bound = 1e-2 if name == "bfloat16" else 3e-6
+    said = ", ".join(f"{op} {error:.1e}" for op, error in errors.items())
+    return {
+        "check": f"{what} alone = in a batch, {name}",
+        "observed": f"{differ} of {count} differ; errors against the reference ops, at most {bound:g}: {said}",
+        "passed": passed and differ == 0 and max(errors.values()) <= bound,
+    }
 
 
 def check_goldens(device: str, sizes: Sizes) -> list[dict[str, Any]]:
@@ -227,7 +280,7 @@ def roofline(bench: Bench, sizes: Sizes, bounds: Mapping[str, float]) -> list[di
     decodes, prefills = [(batch, 1) for batch in sizes.batches], [(batch, context) for batch in sizes.batches[:2]]
     for what, counts in (("decode", decodes), ("prefill", prefills)):
         for batch, num_rows in counts:
-            kv, layout = _written_kv(ops, batch, context, num_rows, kv_heads, dim)
+            kv, layout = _paged(ops, batch, context, num_rows, kv_heads, dim)
             q = torch.randn(batch * num_rows, heads, dim, device=device).to(dtype)
             k, v = (torch.randn(batch, kv_heads, context, dim, device=device).to(dtype) for _ in range(2))
             query = q.view(batch, num_rows, heads, dim).transpose(1, 2)
@@ -242,7 +295,8 @@ def roofline(bench: Bench, sizes: Sizes, bounds: Mapping[str, float]) -> list[di
     return rows
 
 
-def _written_kv(ops: Any, batch: int, context: int, num_rows: int, kv_heads: int, dim: int) -> tuple[Any, Any]:
+def _paged(ops: Any, batch: int, context: int, num_rows: int, kv_heads: int, dim: int) -> tuple[Any, Any]:
+    """Random KV of ``batch`` sequences of ``context`` tokens, and a step that computes each one's last ``num_rows``."""
     from engine.execution.batch import ForwardBatch
     from engine.request import Request, SamplingParams
     from engine.scheduler.loop import ScheduledRequest
@@ -411,7 +465,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     results: dict[str, Any] = {"when": time.strftime("%Y-%m-%d %H:%M"), "commit": _commit(), "sizes": asdict(sizes)}
     results["machine"] = machine(bench, sizes)
-    results["checks"] = check_invariance(bench.device, sizes) + check_goldens(name, sizes)
+    exact = check_rows(bench.device, sizes) + check_attention(bench.device, sizes)
+    results["checks"] = exact + check_goldens(name, sizes)
     results["roofline"] = roofline(bench, sizes, results["machine"])
     results["steps"] = time_steps(name, sizes, results["machine"])
     results["bars"] = judge_bars(results, sizes)

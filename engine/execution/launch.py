@@ -73,12 +73,12 @@ def start_runner(source: ModelSource, model: ModelConfig, config: EngineConfig, 
 def _with_local_workers(setup: Setup) -> ModelRunner:
     size = setup.size
     if choose_device(setup.config, 0).type == "cuda":
-        return _through_gloo(setup)
+        return _through_torch_distributed(setup)
     try:
         memory_bytes = SharedMemoryGroup.memory_bytes(size)
     except BuildError as error:
         warnings.warn(f"the ranks talk through gloo, several times slower than memory: {error}", stacklevel=5)
-        return _through_gloo(setup)
+        return _through_torch_distributed(setup)
     memory = os.memfd_create("engine-ranks")
     try:
         os.ftruncate(memory, memory_bytes)
@@ -92,7 +92,7 @@ def _with_local_workers(setup: Setup) -> ModelRunner:
     return _lead(setup, group, workers)
 
 
-def _through_gloo(setup: Setup) -> ModelRunner:
+def _through_torch_distributed(setup: Setup) -> ModelRunner:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     setup = dataclasses.replace(setup, port=store.port)
     workers = LocalWorkers(
