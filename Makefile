@@ -23,7 +23,7 @@ ACCEPT_3 := -p num_prompts 64 -p mode_pairs 12 -p overload_pairs 10
 ACCEPT_4 := -p num_prompts 24 -p pairs 10 -p mode_pairs 10 -p every_row True
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format report golden accept bench-chunked bench-continuous bench-prefix bench-pd bench-ops bench-scheduler gpu-check lab clean distclean
+.PHONY: help setup test lint format report golden accept bench-chunked bench-continuous bench-prefix bench-pd bench-peers bench-ops bench-scheduler gpu-check lab clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ bench-pd: setup ## Prefill and decode apart (1P1D) against one engine on pd_inte
 bench-ops: setup ## Measure every op against torch's
 	$(PY) -m lab.bench_ops $(ARGS)
 
+bench-peers: setup ## Side by side with vLLM, transformers and llama.cpp on the CPU (builds .venv-peers; QUICK=1 for a fast run)
+	$(PY) -m lab report --stage peers $(QUICK_FLAG) $(ARGS)
+
 gpu-check: ## On a GPU: the kernels' exactness, the goldens, and their speed (needs no set-up: torch, triton, transformers, pandas)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m lab.gpu_check $(ARGS)
 
@@ -93,5 +96,5 @@ clean: ## Remove what was built: HTML, records, traces, caches
 	rm -rf reports/*.html reports/quick reports/runs build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name '.venv*' -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
-distclean: clean ## Remove the environment too (the model stays in the user's cache)
-	rm -rf $(VENV) .setup.lock
+distclean: clean ## Remove the environments too (the model stays in the user's cache)
+	rm -rf $(VENV) .venv-peers .setup.lock

@@ -271,6 +271,8 @@ def test_a_trace_can_give_only_the_arrivals(tmp_path: Path) -> None:
         ("short_behind_long", "9070065a322e18cbfdf255f826405304b2fd02e64a5f455c99ddc372e3e687a0"),
         ("shared_prefix", "fab3609326f909fda12a83025dbb980c20e02dcd51cc76228cf2568c10f7d172"),
         ("shared_prefix_overload", "812ef929bb5e333d1a46b84c372835b497364f90bc3672550cb05d7ad66c276b"),
+        ("single_stream", "444a540289b13d6b458e2a82088ce04c5ae7e78e9b4f9715f76f386188c58247"),
+        ("prefill_2000", "5d70cd02ca090f34e71a00ae0e578aebfd63ce2ccf6ea386cffeaee042621ebf"),
         ("uniform", "9b77b0f7e802db258087a384c6dd1e7a9188fc6166ebef98c3724fc1ffa40a56"),
     ],
 )

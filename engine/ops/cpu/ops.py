@@ -104,7 +104,8 @@ class CpuOps:
 
     def allocate_kv(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> PagedKV:
         elements = self._kernels.kv_block_elements(block_size, num_kv_heads, head_dim, self.dtype == torch.bfloat16)
-        tensor = torch.empty((num_blocks, elements), dtype=self.dtype, device=self.device)
+        empty = torch.empty((num_blocks, elements), dtype=self.dtype, device=self.device)
+        tensor: Tensor = self._kernels.with_huge_pages(empty)
         return PagedKV(tensor, block_size, num_kv_heads)
 
     def kv_bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:

@@ -4,6 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
+#if __has_include(<sys/mman.h>)
+#include <sys/mman.h>
+#endif
+
+#include <cstdint>
 #include <optional>
 #include <tuple>
 
@@ -51,6 +56,18 @@ int64_t k_multiple(bool is_bf16) { return is_bf16 ? (AMX ? 32 : 2) : 1; }
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
+// Asks for huge pages for memory that has just been allocated and not been written: a page walk for every 4 KiB of
+// scattered KV blocks costs a decode's attention a tenth of its time. What the kernel cannot give stays as it was.
+Tensor with_huge_pages(Tensor tensor) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t PAGE = 4096;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  const uintptr_t first = (begin + PAGE - 1) / PAGE * PAGE, end = (begin + tensor.nbytes()) / PAGE * PAGE;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#endif
+  return tensor;
+}
+
 // weight [N, K] contiguous to [panels, leaves, padded K / leaves, 16].
 Tensor pack_linear(const Tensor& weight, int64_t leaves) {
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.is_contiguous(), "a weight is a contiguous [N, K] matrix");
@@ -58,7 +75,8 @@ Tensor pack_linear(const Tensor& weight, int64_t leaves) {
   TORCH_CHECK_VALUE(leaves >= 1 && k % leaves == 0, "K=", k, " does not split evenly into num_leaves=", leaves);
   LinearShape shape{0,      n, k / leaves, round_up(k / leaves, k_multiple(weight.scalar_type() == at::kBFloat16)),
                     leaves, 0};
-  Tensor packed = at::empty({(n + PANEL - 1) / PANEL, leaves, shape.leaf_k_padded, PANEL}, weight.options());
+  Tensor packed =
+      with_huge_pages(at::empty({(n + PANEL - 1) / PANEL, leaves, shape.leaf_k_padded, PANEL}, weight.options()));
   by_type(weight, [&](auto zero) {
     using T = decltype(zero);
     pybind11::gil_scoped_release release;
@@ -240,6 +258,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("rms_norm", &cpu_ops::bindings::rms_norm);
   m.def("add_rms_norm", &cpu_ops::bindings::add_rms_norm);
   m.def("silu_mul", &cpu_ops::bindings::silu_mul);
+  m.def("with_huge_pages", &cpu_ops::bindings::with_huge_pages);
   m.def("kv_block_elements", &cpu_ops::bindings::kv_block_elements);
   m.def("rope_and_store", &cpu_ops::bindings::rope_and_store);
   m.def("paged_attention", &cpu_ops::bindings::paged_attention);

@@ -1,0 +1,1 @@
+"""One module for each peer, imported only in that peer's environment."""

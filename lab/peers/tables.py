@@ -1,0 +1,73 @@
+"""The contest as tables for people, and the bars that it is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from pandas.io.formats.style import Styler
+
+from lab.metrics import Better
+from lab.results import Gate, readable
+
+
+def wide(table: pd.DataFrame, engines: Sequence[str]) -> pd.DataFrame:
+    """One workload's ``standings`` with a column for each engine: its median and, of several runs, their range."""
+    rows = []
+    for metric, part in table.groupby("metric", sort=False):
+        if part["value"].isna().all():
+            continue
+        texts = {str(row["engine"]): _cell(row) for _, row in part.iterrows()}
+        cells = {name: texts.get(name, "absent") for name in engines}
+        rows.append({"metric": f"{metric}, {part['unit'].iloc[0]}", "better": part["better"].iloc[0], **cells})
+    return pd.DataFrame(rows)
+
+
+def _cell(row: pd.Series) -> str:
+    if pd.isna(row["value"]):
+        return "–"
+    if row["least"] == row["most"]:
+        return readable(float(row["value"]))
+    return f"{readable(float(row['value']))} ({readable(float(row['least']))} to {readable(float(row['most']))})"
+
+
+def shown(frame: pd.DataFrame, caption: str) -> Styler:
+    """A frame as the reports show it."""
+    return frame.style.hide(axis="index").set_caption(caption)
+
+
+def ahead_of(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``standings`` in which another engine is ahead of the baseline by more than the rounds' noise."""
+    lower = table["better"] == Better.LOWER
+    return table[(lower & (table["high"] < 1)) | (~lower & (table["low"] > 1))]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """By how much this engine is to be ahead of another in one metric of one workload."""
+
+    workload: str
+    metric: str
+    engine: str
+    at_least: float
+
+    def advantage(self, table: pd.DataFrame) -> tuple[float, float, float] | None:
+        """How many times better this engine is, with its interval; None where the other has no run."""
+        row = table[(table["metric"] == self.metric) & (table["engine"] == self.engine)]
+        if row.empty or pd.isna(row["ratio"].iloc[0]):
+            return None
+        ratio, low, high = (float(row[name].iloc[0]) for name in ("ratio", "low", "high"))
+        return (ratio, low, high) if row["better"].iloc[0] == Better.LOWER else (1 / ratio, 1 / high, 1 / low)
+
+    def gate(self, table: pd.DataFrame, dtype: str, failed: Mapping[str, str]) -> Gate:
+        """The bar as a gate of the report; ``table`` holds the workload's standings."""
+        name = f"{dtype}, {self.workload}: {self.metric} against {self.engine}"
+        bound = f"at least {self.at_least:g} times better"
+        found = self.advantage(table)
+        if found is None:
+            why = failed.get(self.engine, "the metric has no ratio")
+            return Gate(name, "absent", bound, None, "timing", f"{self.engine}: {why}")
+        ratio, low, high = found
+        interval = "" if pd.isna(low) else f" ({low:.2f} to {high:.2f})"
+        return Gate(name, f"{ratio:.2f}×{interval}", bound, ratio >= self.at_least, "timing")

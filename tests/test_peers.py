@@ -1,0 +1,316 @@
+"""The side-by-side contest: the host's open loop, processes that fail, who wins what, and whose answers are exact."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from engine import LLM, SamplingParams
+from engine.models.gguf_import import _hf_name, _undo_rope_interleaving
+from lab.figures import exactness as exactness_figure
+from lab.figures import race
+from lab.paths import repository_root
+from lab.peers import environments
+from lab.peers.adapter import Settings
+from lab.peers.catalogue import THIS_ENGINE, Peer, peers
+from lab.peers.contest import Field, Trial, match_rates, measured, run_contest, standings
+from lab.peers.environments import PeerError, python_of
+from lab.peers.exactness import alone, counts, everywhere, in_chunks_and_cached, in_company
+from lab.peers.gguf_file import write_gguf
+from lab.peers.host import replay, serve
+from lab.peers.process import PeerProcess
+from lab.workload import Workload, WorkloadRequest
+from tests.peer_adapters import Failing, Fake, Slow
+
+ROOT = repository_root()
+END = 30  # ends some of the tiny model's answers early
+SETTINGS = Settings("", "", "float32", 1, 4, 256, 1024, (2,))
+PROMPTS = {f"p{i}": tuple(range(3 + i, 9 + 2 * i)) for i in range(6)}
+
+
+def workload(arrivals: Sequence[float] = (0.0, 0.0), tokens: int = 4, ignore_eos: bool = True) -> Workload:
+    requests = tuple(
+        WorkloadRequest(f"r-{i:04d}", arrival, (5 + i, 6, 7), tokens, ignore_eos) for i, arrival in enumerate(arrivals)
+    )
+    return Workload("made_up", "For the tests.", 0, requests, "spec", "content")
+
+
+def fake(name: str, kind: str = "Fake", **more: object) -> Peer:
+    return Peer(name, f"tests.peer_adapters:{kind}", "", "made for the tests", **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[PeerProcess]:
+    peer = fake("fake", variables={"FAKE": "seen"}, options={"chunk": 7})
+    with PeerProcess(peer, SETTINGS, ROOT, tmp_path) as started:
+        yield started
+
+
+# ---- the host -------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_due_whatever_the_peer_is_doing() -> None:
+    peer = Slow()
+    peer.start(SETTINGS)
+    asked = [
+        {"id": "a", "arrival": 0.0, "prompt": [1], "max_tokens": 4, "ignore_eos": True},
+        {"id": "b", "arrival": 0.02, "prompt": [2], "max_tokens": 1, "ignore_eos": True},
+        {"id": "c", "arrival": 0.6, "prompt": [3], "max_tokens": 1, "ignore_eos": True},
+    ]
+    answers = replay(peer, asked)
+    assert [len(answers[name]["tokens"]) for name in "abc"] == [4, 1, 1]
+    first = {name: answer["times"][0] for name, answer in answers.items()}
+    # b came in the middle of a's first step: its second step answers both. c was not submitted before it was due.
+    assert first["b"] == pytest.approx(answers["a"]["times"][1], abs=0.02) and first["c"] >= 0.6
+
+
+def test_a_token_of_a_stranger_is_an_error() -> None:
+    peer = Fake()
+    peer.start(SETTINGS)
+    peer.submit("stranger", [1], 3, True)
+    with pytest.raises(RuntimeError, match="stranger"):
+        replay(peer, [{"id": "a", "arrival": 0.0, "prompt": [1], "max_tokens": 3, "ignore_eos": True}])
+
+
+def test_an_error_is_an_answer_and_the_next_command_is_tried() -> None:
+    settings = {**vars(SETTINGS)}
+    asked = [{"id": "a", "arrival": 0.0, "prompt": [1], "max_tokens": 1, "ignore_eos": True}]
+    commands = [{"do": "start", "settings": settings}, {"do": "replay", "requests": asked}, {"do": "stop"}]
+    out = io.StringIO()
+    serve(Failing, [json.dumps(command) for command in commands], out)
+    started, failed, stopped = (json.loads(line) for line in out.getvalue().splitlines())
+    assert started["ok"]["versions"] == "fake 1" and stopped == {"ok": None}
+    assert failed == {"error": "ArithmeticError: out of numbers"}
+
+
+def test_the_host_needs_the_standard_library_alone() -> None:
+    """It runs where nothing of this project is installed."""
+    code = "import sys, lab.peers.host; print([n for n in ('numpy', 'torch', 'pandas', 'engine') if n in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+# ---- a process ------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_in_its_process(process: PeerProcess) -> None:
+    assert process.facts == {"versions": "fake 1", "options": "{'chunk': 7}", "variable": "seen"}
+    record = process.replay(workload((0.0, 0.05)))
+    rows = record.requests.set_index("request_id")
+    assert list(rows["num_output_tokens"]) == [4, 4] and set(rows["finish_reason"]) == {"length"}
+    assert list(rows.loc["r-0000", "token_ids"]) == [5, 6, 7, 18, 36, 72, 144 % 97]
+    assert (rows["first_token"] >= rows["arrival"]).all() and rows.loc["r-0001", "arrival"] == 0.05
+    assert process.answer({"x": [1, 2]}, 2) == {"x": (3, 6)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Dying", "replay: the process ended with status 3: last words"),
+        ("Failing", "replay: ArithmeticError: out of numbers"),
+        ("Short", "got 1 tokens, 4 were asked for"),
+    ],
+)
+def test_a_peer_that_fails_says_how(tmp_path: Path, kind: str, message: str) -> None:
+    with PeerProcess(fake("fake", kind), SETTINGS, ROOT, tmp_path) as started, pytest.raises(PeerError, match=message):
+        started.replay(workload())
+
+
+def test_a_peer_that_does_not_start_leaves_no_process(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="start: ImportError: no such library"):
+        PeerProcess(fake("fake", "Unstartable"), SETTINGS, ROOT, tmp_path)
+    with pytest.raises(PeerError, match=r"start: the process ended with status 1: .*Nothing"):
+        PeerProcess(fake("fake", "Nothing"), SETTINGS, ROOT, tmp_path)
+
+
+def test_an_environment_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer("odd", "x:Y", "odd", "", requirements=("./no/such/folder",))
+    with pytest.raises(PeerError, match=r"pip install failed: .*no/such/folder.*see .*odd\.log"):
+        python_of(peer, tmp_path)
+
+    asked = []
+    monkeypatch.setattr(environments, "_pip", lambda python, log, variables, *rest: asked.append(rest[0]))
+    peer = Peer("fine", "x:Y", "fine", "", requirements=("six",), unwanted=("torchaudio",))
+    for _ in range(2):  # the second time it is there
+        assert python_of(peer, tmp_path) == tmp_path / ".venv-peers" / "fine" / "bin" / "python"
+    assert asked == ["install", "uninstall"]
+
+
+def test_the_catalogue() -> None:
+    listed = peers(threads=2)
+    assert listed[0].name == THIS_ENGINE and len({peer.name for peer in listed}) == len(listed)
+    for peer in listed:
+        module, name = peer.adapter.split(":")
+        source = ROOT / f"{module.replace('.', '/')}.py"
+        assert f"class {name}(Adapter):" in source.read_text(encoding="utf-8")
+        assert peer.settings and all("==" in requirement for requirement in peer.requirements)
+        assert peer.variables["OMP_NUM_THREADS"] == "2"
+
+
+# ---- the contest ----------------------------------------------------------------------------------------------------
+
+
+def field_of(tmp_path: Path, **kinds: str) -> Field:
+    def starter(name: str, kind: str):  # type: ignore[no-untyped-def]
+        return lambda: PeerProcess(fake(name, kind), SETTINGS, ROOT, tmp_path)
+
+    return Field({name: starter(name, kind) for name, kind in kinds.items()})
+
+
+def test_arms_alternate_and_failures_are_reported(tmp_path: Path) -> None:
+    kinds = {"ours": "Fake", "sick": "Failing", "missing": "Unstartable", "theirs": "Sociable"}
+    with field_of(tmp_path, **kinds) as field:
+        assert field.absent == {"missing": "start: ImportError: no such library"}
+        trials, failed = run_contest(field, workload(), rounds=3, keep=tmp_path / "kept")
+        assert [trial.engine for trial in trials] == ["ours", "theirs"] * 3
+        assert failed == field.absent | {"sick": "replay: ArithmeticError: out of numbers"}
+        assert [entrant.name for entrant in field.present()] == ["ours", "sick", "theirs"]  # tried again
+    assert len(list((tmp_path / "kept").iterdir())) == 6
+    frame = measured(trials)
+    assert set(frame["engine"]) == {"ours", "theirs"} and "Queue time p50" not in set(frame["metric"])
+    rates = match_rates(trials, "ours").set_index("engine")
+    assert rates.loc["ours", "equal"] == 2 and rates.loc["ours", "agreed"] == 1
+    assert rates.loc["theirs", "equal"] == 0 and rates.loc["theirs", "agreed"] == 0
+
+
+def test_standings_divide_runs_of_the_same_round() -> None:
+    rows = [
+        {"engine": engine, "workload": "w", "round": number, "metric": metric, "kind": "timing", "unit": "s",
+         "better": "lower", "value": value * (1 + number)}
+        for engine, ttft, itl in (("ours", 1.0, 2.0), ("theirs", 3.0, 0.0))
+        for number in range(5)
+        for metric, value in (("TTFT p50", ttft), ("ITL p50", itl))
+    ]  # fmt: skip
+    table = standings(pd.DataFrame(rows), "ours").set_index(["engine", "metric"])
+    row = table.loc[("theirs", "TTFT p50")]
+    assert row["value"] == 9 and (row["least"], row["most"]) == (3, 15)
+    assert row["ratio"] == pytest.approx(3) and row["low"] == pytest.approx(3) and row["high"] == pytest.approx(3)
+    assert np.isnan(table.loc[("theirs", "ITL p50"), "ratio"]) and np.isnan(table.loc[("ours", "TTFT p50"), "ratio"])
+
+
+def test_exactness_tells_an_engine_that_minds_its_company(tmp_path: Path) -> None:
+    with field_of(tmp_path, ours="Fake", theirs="Sociable") as field:
+        frames = []
+        for entrant in field.present():
+            expected = alone(entrant, PROMPTS, 3)
+            frames.append(in_company(entrant, PROMPTS, expected, 3, compositions=2, seed=0))
+            frames.append(in_chunks_and_cached(entrant, PROMPTS, expected, 3))
+    frame = pd.concat(frames, ignore_index=True)
+    assert everywhere(frame).to_dict() == {"ours": 6, "theirs": 0}
+    table = counts(frame).set_index(["engine", "composition"])["equal"]
+    assert table.loc["theirs"].to_dict() == {"batch 1": 0, "batch 2": 0, "in chunks": 6, "cached": 6}
+    figure = exactness_figure(counts(frame), ["ours", "theirs", "missing"])
+    assert list(figure.data[0].z[2]) == [None] * 4 and "0/6" in figure.data[1].text
+
+
+def test_the_race_marks_who_is_absent(tmp_path: Path) -> None:
+    with field_of(tmp_path, ours="Fake", theirs="Sociable") as field:
+        trials, _ = run_contest(field, workload(), rounds=2)
+    figure = race(measured(trials), {"made_up": "TTFT p50"}, ["ours", "theirs", "missing"])
+    assert "absent" in [note.text for note in figure.layout.annotations] and len(figure.data[1].x) == 4
+    with pytest.raises(ValueError, match="no run of made_up has 'nothing'"):
+        race(measured(trials), {"made_up": "nothing"}, ["ours"])
+
+
+# ---- the real adapters that this environment can run ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a small random model whose answers depend on their prompts."""
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=END, bos_token_id=1, pad_token_id=2,
+        initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def expected_of(folder: Path, max_tokens: int) -> Mapping[str, tuple[int, ...]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = {}
+    for name, prompt in PROMPTS.items():
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
+        answers[name] = tuple(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [THIS_ENGINE, "transformers generate", "transformers generate_batch"])
+def test_adapters_give_the_models_greedy_answers(tiny_llama: Path, tmp_path: Path, name: str) -> None:
+    """Alone, in a batch with others of other lengths, and at fixed lengths with the end of answers ignored."""
+    found = next(peer for peer in peers(threads=1) if peer.name == name)
+    peer = Peer(name, found.adapter, "", "", variables=found.variables)
+    expected = expected_of(tiny_llama, 12)
+    assert len(set(expected.values())) == len(PROMPTS) and len({len(answer) for answer in expected.values()}) > 1
+    settings = Settings(str(tiny_llama), "", "float32", 1, 4, 128, 1024, (END,))
+    with PeerProcess(peer, settings, ROOT, tmp_path) as started:
+        assert started.answer(PROMPTS, 12) == expected
+        assert alone(started, PROMPTS, 12) == expected
+        record = started.replay(workload((0.0, 0.0, 0.05, 0.1, 0.1, 0.1), tokens=9))
+        assert list(record.requests["num_output_tokens"]) == [9] * 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gguf_file_holds_the_same_weights(tiny_llama: Path, tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(tiny_llama, path, dtype)
+    reader = gguf.GGUFReader(path)
+    model = LlamaForCausalLM.from_pretrained(tiny_llama).state_dict()
+    names = set()
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        for part, heads in (("attn_q", 4), ("attn_k", 2)):
+            if part in tensor.name:
+                values = _undo_rope_interleaving(values, heads)
+        names.add(name := _hf_name(tensor.name))
+        torch.testing.assert_close(
+            torch.from_numpy(np.array(values)), model[name].to(getattr(torch, dtype)).float(), rtol=0, atol=0
+        )
+    assert names == set(model)
+
+
+def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="only LlamaForCausalLM"):
+        write_gguf(tmp_path, tmp_path / "model.gguf", "float32")
+
+
+def test_this_engines_adapter_refuses_unknown_options(tmp_path: Path) -> None:
+    peer = Peer("x", "lab.peers.adapters.this_engine:ThisEngine", "", "", options={"speed": 3})
+    settings = Settings("random:tiny", "", "float32", 1, 4, 128, 1024, (2,))
+    with pytest.raises(PeerError, match="speed"):
+        PeerProcess(peer, settings, ROOT, tmp_path)
+
+
+def test_trials_are_plain_records(process: PeerProcess) -> None:
+    record = process.replay(workload())
+    assert record.meta["engine"] == "fake" and Trial("fake", "made_up", 0, record).record.completed.shape[0] == 2
+
+
+def test_the_engine_answers_as_it_does_without_the_adapter(tmp_path: Path) -> None:
+    peer = Peer("ours", "lab.peers.adapters.this_engine:ThisEngine", "", "", chunked={"max_num_batched_tokens": 4})
+    settings = Settings("random:tiny", "", "float32", 1, 4, 128, 1024, (2,), peer.chunked or {})
+    llm = LLM("random:tiny", dtype="float32", max_num_seqs=4, enforce_eager=True)
+    outputs = llm.generate([list(prompt) for prompt in PROMPTS.values()], SamplingParams(max_tokens=6), use_tqdm=False)
+    with PeerProcess(peer, settings, ROOT, tmp_path) as started:
+        answers = started.answer(PROMPTS, 6)
+    assert answers == {name: output.token_ids for name, output in zip(PROMPTS, outputs, strict=True)}
