@@ -34,7 +34,7 @@ def _cell(row: pd.Series) -> str:
 
 def shown(frame: pd.DataFrame, caption: str) -> Styler:
     """A frame as the reports show it."""
-    return frame.style.hide(axis="index").set_caption(caption)
+    return frame.style.hide(axis="index").set_caption(caption).format(precision=3, na_rep="–")
 
 
 def ahead_of(table: pd.DataFrame) -> pd.DataFrame:
