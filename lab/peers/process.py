@@ -18,7 +18,7 @@ import pandas as pd
 
 from lab.peers.adapter import Settings
 from lab.peers.catalogue import Peer
-from lab.peers.environments import PeerError, python_of
+from lab.peers.environments import PeerError, preloaded, python_of
 from lab.record import REQUESTS, SCHEDULED, STEPS, RunRecord, hash_tokens
 from lab.workload import Workload
 
@@ -44,6 +44,9 @@ class PeerProcess:
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"{peer.name.replace(' ', '_')}.log"
         python = python_of(peer, root)
+        variables = dict(peer.variables)
+        if libraries := preloaded(peer, root):
+            variables["LD_PRELOAD"] = ":".join(map(str, libraries))
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [python, "-m", "lab.peers.host", peer.adapter],
@@ -52,19 +55,19 @@ class PeerProcess:
                 stderr=log,
                 text=True,
                 cwd=root,
-                env=os.environ | dict(peer.variables),
+                env=os.environ | variables,
                 start_new_session=True,  # Ctrl-C ends the peers through `close`, not in the middle of a line
             )
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         options = {**settings.options, **peer.options}
         try:
-            self.facts: Mapping[str, str] = self._ask(
-                "start", START_S, settings=asdict(replace(settings, options=options))
-            )
+            facts: Mapping[str, str] = self._ask("start", START_S, settings=asdict(replace(settings, options=options)))
         except BaseException:
             self.close()
             raise
+        names = {"preloaded": " ".join(path.name for path in libraries)} if peer.preload else {}
+        self.facts = {**facts, **names}
 
     def replay(self, workload: Workload) -> RunRecord:
         """Replay a workload of token ids, with nothing known from before. Queue times are not known of a peer."""
