@@ -27,16 +27,17 @@ from lab.peers.adapter import Settings
 from lab.peers.catalogue import THIS_ENGINE, Peer, peers
 from lab.peers.contest import Field, Trial, match_rates, measured, run_contest, standings
 from lab.peers.environments import PeerError, preloaded, python_of
-from lab.peers.exactness import alone, counts, everywhere, in_chunks_and_cached, in_company
+from lab.peers.exactness import alone, counts, everywhere, in_chunks_and_cached, in_company, survivors
 from lab.peers.gguf_file import write_gguf
 from lab.peers.host import replay, serve
 from lab.peers.process import PeerProcess
+from lab.peers.tables import ahead_of
 from lab.workload import Workload, WorkloadRequest
 from tests.peer_adapters import Failing, Fake, Slow
 
 ROOT = repository_root()
 END = 30  # ends some of the tiny model's answers early
-SETTINGS = Settings("", "", "float32", 1, 4, 256, 1024, (2,))
+SETTINGS = Settings("", "float32", 1, 4, 256, 1024, (2,))
 PROMPTS = {f"p{i}": tuple(range(3 + i, 9 + 2 * i)) for i in range(6)}
 
 
@@ -223,6 +224,34 @@ def test_exactness_tells_an_engine_that_minds_its_company(tmp_path: Path) -> Non
     assert list(figure.data[0].z[2]) == [None] * 4 and "0/6" in figure.data[1].text
 
 
+def test_an_engine_that_fails_while_exactness_is_counted_is_absent(tmp_path: Path) -> None:
+    done, failed = {}, {}  # type: ignore[var-annotated]
+    kinds = {"ours": "Fake", "sick": "Dying", "missing": "Unstartable", "theirs": "Sociable"}
+    with field_of(tmp_path, **kinds) as field:
+        survivors(field, failed, lambda one: done.update({one.name: alone(one, PROMPTS, 2)}))
+    assert list(done) == ["ours", "theirs"]
+    assert failed["sick"].endswith("status 3: last words") and "no such library" in failed["missing"]
+
+
+def test_a_model_without_a_gguf_form_makes_its_readers_absent(tmp_path: Path) -> None:
+    peer = Peer("llama", "tests.peer_adapters:Fake", "", "", needs_gguf=True)
+    settings = Settings("random:tiny", "float32", 1, 4, 128, 1024, (2,))
+    with pytest.raises(PeerError, match="no GGUF file of the model: random:tiny has random weights"):
+        PeerProcess(peer, settings, ROOT, tmp_path)
+
+
+def test_who_is_ahead_is_told_also_where_it_ran_once() -> None:
+    nan = float("nan")
+    rows = [
+        ("TTFT", "lower", "clearly", 0.5, 0.4, 0.6, True), ("TTFT", "lower", "within the noise", 0.9, 0.7, 1.1, False),
+        ("TTFT", "lower", "once", 0.5, nan, nan, True), ("TTFT", "lower", "once, behind", 2.0, nan, nan, False),
+        ("Output", "higher", "clearly", 2.0, 1.5, 3.0, True), ("Output", "higher", "once", 2.0, nan, nan, True),
+        ("TTFT", "lower", "ours", nan, nan, nan, False),
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["metric", "better", "engine", "ratio", "low", "high", "ahead"])
+    assert ahead_of(table).index.tolist() == table.index[table["ahead"]].tolist()
+
+
 def test_the_race_marks_who_is_absent(tmp_path: Path) -> None:
     with field_of(tmp_path, ours="Fake", theirs="Sociable") as field:
         trials, _ = run_contest(field, workload(), rounds=2, settle_s=0)
@@ -268,7 +297,7 @@ def test_adapters_give_the_models_greedy_answers(tiny_llama: Path, tmp_path: Pat
     peer = Peer(name, found.adapter, "", "", variables=found.variables)
     expected = expected_of(tiny_llama, 12)
     assert len(set(expected.values())) == len(PROMPTS) and len({len(answer) for answer in expected.values()}) > 1
-    settings = Settings(str(tiny_llama), "", "float32", 1, 4, 128, 1024, (END,))
+    settings = Settings(str(tiny_llama), "float32", 1, 4, 128, 1024, (END,))
     with PeerProcess(peer, settings, ROOT, tmp_path) as started:
         assert started.answer(PROMPTS, 12) == expected
         assert alone(started, PROMPTS, 12) == expected
@@ -304,7 +333,7 @@ def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
 
 def test_this_engines_adapter_refuses_unknown_options(tmp_path: Path) -> None:
     peer = Peer("x", "lab.peers.adapters.this_engine:ThisEngine", "", "", options={"speed": 3})
-    settings = Settings("random:tiny", "", "float32", 1, 4, 128, 1024, (2,))
+    settings = Settings("random:tiny", "float32", 1, 4, 128, 1024, (2,))
     with pytest.raises(PeerError, match="speed"):
         PeerProcess(peer, settings, ROOT, tmp_path)
 
@@ -316,7 +345,7 @@ def test_trials_are_plain_records(process: PeerProcess) -> None:
 
 def test_the_engine_answers_as_it_does_without_the_adapter(tmp_path: Path) -> None:
     peer = Peer("ours", "lab.peers.adapters.this_engine:ThisEngine", "", "", chunked={"max_num_batched_tokens": 4})
-    settings = Settings("random:tiny", "", "float32", 1, 4, 128, 1024, (2,), peer.chunked or {})
+    settings = Settings("random:tiny", "float32", 1, 4, 128, 1024, (2,), peer.chunked or {})
     llm = LLM("random:tiny", dtype="float32", max_num_seqs=4, enforce_eager=True)
     outputs = llm.generate([list(prompt) for prompt in PROMPTS.values()], SamplingParams(max_tokens=6), use_tqdm=False)
     with PeerProcess(peer, settings, ROOT, tmp_path) as started:

@@ -14,7 +14,6 @@ class Settings:
 
     Attributes:
         model: The Hugging Face folder.
-        gguf: The same weights in ``dtype`` as one GGUF file, for those that read no other.
         dtype: ``bfloat16`` or ``float32``.
         threads: Of computing.
         max_num_seqs: Most requests at once.
@@ -22,10 +21,10 @@ class Settings:
         kv_tokens: Size of the KV cache, for those that let one choose it.
         stop_token_ids: Tokens that end an answer.
         options: More, by the peer's own names.
+        gguf: The same weights in ``dtype`` as one GGUF file, for those that read no other; "" for the others.
     """
 
     model: str
-    gguf: str
     dtype: str
     threads: int
     max_num_seqs: int
@@ -33,6 +32,7 @@ class Settings:
     kv_tokens: int
     stop_token_ids: Sequence[int]
     options: Mapping[str, Any] = field(default_factory=dict)
+    gguf: str = ""
 
 
 class Token(NamedTuple):

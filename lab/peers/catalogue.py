@@ -22,6 +22,7 @@ class Peer:
         build_variables: Environment variables of pip.
         preload: Libraries for LD_PRELOAD, as globs in the peer's environment or, absolute, on the system; those that
             are found are used, and named among the facts.
+        needs_gguf: It reads no Hugging Face folder.
         options: Further settings, by the peer's own names.
         chunked: Options under which prompts are computed in chunks of 32 and repeats come from the cache; None where
             it has neither.
@@ -37,6 +38,7 @@ class Peer:
     variables: Mapping[str, str] = field(default_factory=dict)
     build_variables: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
+    needs_gguf: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     chunked: Mapping[str, Any] | None = None
 
@@ -112,6 +114,7 @@ def peers(threads: int) -> tuple[Peer, ...]:
             requirements=("llama-cpp-python==0.3.36", "numpy==2.4.6"),
             variables=openmp,
             build_variables={"CMAKE_BUILD_PARALLEL_LEVEL": str(len(cores()))},
+            needs_gguf=True,
             chunked={"n_batch": _CHUNK, "n_ubatch": _CHUNK},
         ),
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 from tqdm.auto import tqdm
 
-from lab.peers.contest import Entrant
+from lab.peers.contest import Entrant, Field
+from lab.peers.environments import PeerError
 
 Prompts = Mapping[str, Sequence[int]]
 Answers = Mapping[str, tuple[int, ...]]
@@ -75,6 +76,17 @@ def in_chunks_and_cached(
         for column in ("in chunks", "cached"):
             rows += _rows(entrant, column, entrant.answer({name: prompt}, max_tokens), {name: expected[name]})
     return pd.DataFrame(rows)
+
+
+def survivors(field: Field, failed: dict[str, str], run: Callable[[Entrant], None]) -> None:
+    """``run`` for every engine that is present; ``failed`` takes why the others, or those that fail in it, are not."""
+    for entrant in list(field.present()):
+        try:
+            run(entrant)
+        except PeerError as error:
+            failed[entrant.name] = str(error)
+            field.retire(entrant)
+    failed |= field.absent
 
 
 def _rows(entrant: Entrant, composition: str, answers: Answers, expected: Answers) -> list[dict[str, object]]:

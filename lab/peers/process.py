@@ -16,9 +16,11 @@ from typing import Any
 
 import pandas as pd
 
+from engine.models.hub import resolve_model
 from lab.peers.adapter import Settings
 from lab.peers.catalogue import Peer
 from lab.peers.environments import PeerError, preloaded, python_of
+from lab.peers.gguf_file import cached_gguf
 from lab.record import REQUESTS, SCHEDULED, STEPS, RunRecord, hash_tokens
 from lab.workload import Workload
 
@@ -43,6 +45,7 @@ class PeerProcess:
         self.name = peer.name
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"{peer.name.replace(' ', '_')}.log"
+        gguf = _gguf_of(settings) if peer.needs_gguf else ""
         python = python_of(peer, root)
         variables = dict(peer.variables)
         if libraries := preloaded(peer, root):
@@ -62,7 +65,9 @@ class PeerProcess:
         threading.Thread(target=self._listen, daemon=True).start()
         options = {**settings.options, **peer.options}
         try:
-            facts: Mapping[str, str] = self._ask("start", START_S, settings=asdict(replace(settings, options=options)))
+            facts: Mapping[str, str] = self._ask(
+                "start", START_S, settings=asdict(replace(settings, options=options, gguf=gguf))
+            )
         except BaseException:
             self.close()
             raise
@@ -162,6 +167,13 @@ class PeerProcess:
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+
+def _gguf_of(settings: Settings) -> str:
+    try:
+        return str(cached_gguf(resolve_model(settings.model), settings.dtype))
+    except ValueError as error:
+        raise PeerError(f"no GGUF file of the model: {error}") from error
 
 
 def starters(

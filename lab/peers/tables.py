@@ -38,9 +38,13 @@ def shown(frame: pd.DataFrame, caption: str) -> Styler:
 
 
 def ahead_of(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of ``standings`` in which another engine is ahead of the baseline by more than the rounds' noise."""
+    """The rows of ``standings`` in which another engine is ahead of the baseline.
+
+    By more than the rounds' noise, or, where it ran once and there is no interval, in that run.
+    """
     lower = table["better"] == Better.LOWER
-    return table[(lower & (table["high"] < 1)) | (~lower & (table["low"] > 1))]
+    low, high = table["low"].fillna(table["ratio"]), table["high"].fillna(table["ratio"])
+    return table[(lower & (high < 1)) | (~lower & (low > 1))]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class TransformersBatching(Adapter):
             max_requests_per_batch=settings.max_num_seqs,
             **{"max_batch_tokens": settings.max_model_len, **settings.options},
         )
-        self._stop = settings.stop_token_ids[0]
+        self._stops = list(settings.stop_token_ids) or _NO_EOS
         self._counts: dict[str, int] = {}
         self._open()
         return {
@@ -38,13 +38,13 @@ class TransformersBatching(Adapter):
         }
 
     def _open(self) -> None:
-        generation = GenerationConfig(do_sample=False, eos_token_id=self._stop, pad_token_id=0)
+        generation = GenerationConfig(do_sample=False, eos_token_id=self._stops, pad_token_id=0)
         self._manager = self._model.init_continuous_batching(generation, self._config)
         self._manager.start()
 
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int, ignore_eos: bool) -> None:
         self._counts[request_id] = 0
-        stop = _NO_EOS if ignore_eos else self._stop
+        stop = _NO_EOS if ignore_eos else self._stops
         accepted = self._manager.add_request(
             list(prompt), request_id=request_id, max_new_tokens=max_tokens, streaming=True, eos_token_id=stop
         )
