@@ -81,7 +81,7 @@ bench-ops: setup ## Measure every op against torch's
 	$(PY) -m lab.bench_ops $(ARGS)
 
 bench-peers: setup ## Side by side with vLLM, transformers and llama.cpp on the CPU (builds .venv-peers; QUICK=1 for a fast run)
-	$(PY) -m lab report --stage peers $(QUICK_FLAG) $(ARGS)
+	$(PY) -m lab report --stage peers --stage peers_exactness $(QUICK_FLAG) $(ARGS)
 
 gpu-check: ## On a GPU: the kernels' exactness, the goldens, and their speed (needs no set-up: torch, triton, transformers, pandas)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m lab.gpu_check $(ARGS)

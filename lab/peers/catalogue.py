@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,3 +118,15 @@ def peers(threads: int) -> tuple[Peer, ...]:
             chunked={"n_batch": _CHUNK, "n_ubatch": _CHUNK},
         ),
     )
+
+
+def chosen(names: Collection[str], threads: int) -> dict[str, Peer]:
+    """The peers of these names in the catalogue's order; this engine is always among them.
+
+    Raises:
+        ValueError: A name is no engine's.
+    """
+    known = {peer.name: peer for peer in peers(threads)}
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"engines {unknown} are unknown; there are {', '.join(known)}")
+    return {name: peer for name, peer in known.items() if name in names or name == THIS_ENGINE}

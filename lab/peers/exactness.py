@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
@@ -33,20 +32,15 @@ def in_company(
     max_tokens: int,
     compositions: int,
     seed: int,
-    limit_s: float = math.inf,
 ) -> pd.DataFrame:
     """All prompts at once, in as many orders as there are compositions: every order puts other prompts side by side.
 
-    None is begun after ``limit_s`` seconds, but for the first.
-
     Returns:
-        A row for each prompt and composition: engine, composition, prompt, equal.
+        A row for each prompt and composition: engine, composition, prompt, equal, and differs_at (the place of the
+        first token that is not as alone; NaN where all are).
     """
     rows: list[dict[str, object]] = []
-    start = time.perf_counter()
     for number in tqdm(range(compositions), desc=f"{entrant.name}, in company", unit="order"):
-        if rows and time.perf_counter() - start > limit_s:
-            break
         order = list(prompts)
         random.Random(f"{seed} {number}").shuffle(order)
         entrant.reset()
@@ -55,9 +49,7 @@ def in_company(
     return pd.DataFrame(rows)
 
 
-def in_chunks_and_cached(
-    entrant: Entrant, prompts: Prompts, expected: Answers, max_tokens: int, limit_s: float = math.inf
-) -> pd.DataFrame:
+def in_chunks_and_cached(entrant: Entrant, prompts: Prompts, expected: Answers, max_tokens: int) -> pd.DataFrame:
     """Each prompt by itself on an engine that cuts prompts into chunks, then again while it still knows the prompt.
 
     Args:
@@ -65,13 +57,9 @@ def in_chunks_and_cached(
         prompts: The prompts.
         expected: The answers of the same engine without them, alone.
         max_tokens: As for those.
-        limit_s: No prompt is begun after this many seconds, but for the first.
     """
     rows: list[dict[str, object]] = []
-    start = time.perf_counter()
     for name, prompt in tqdm(prompts.items(), desc=f"{entrant.name}, in chunks and cached", unit="prompt"):
-        if rows and time.perf_counter() - start > limit_s:
-            break
         entrant.reset()
         for column in ("in chunks", "cached"):
             rows += _rows(entrant, column, entrant.answer({name: prompt}, max_tokens), {name: expected[name]})
@@ -90,10 +78,26 @@ def survivors(field: Field, failed: dict[str, str], run: Callable[[Entrant], Non
 
 
 def _rows(entrant: Entrant, composition: str, answers: Answers, expected: Answers) -> list[dict[str, object]]:
-    return [
-        {"engine": entrant.name, "composition": composition, "prompt": name, "equal": answers[name] == answer}
-        for name, answer in expected.items()
-    ]
+    rows: list[dict[str, object]] = []
+    for name, answer in expected.items():
+        place = first_difference(answers[name], answer)
+        rows.append(
+            {
+                "engine": entrant.name,
+                "composition": composition,
+                "prompt": name,
+                "equal": place is None,
+                "differs_at": math.nan if place is None else place,
+            }
+        )
+    return rows
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place at which two answers differ, one that has ended included; None where they are equal."""
+    if tuple(one) == tuple(other):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def counts(frame: pd.DataFrame) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import pandas as pd
 from pandas.io.formats.style import Styler
 
 from lab.metrics import Better
+from lab.peers.catalogue import Peer
 from lab.results import Gate, readable
 
 
@@ -35,6 +36,26 @@ def _cell(row: pd.Series) -> str:
 def shown(frame: pd.DataFrame, caption: str) -> Styler:
     """A frame as the reports show it."""
     return frame.style.hide(axis="index").set_caption(caption).format(precision=3, na_rep="–")
+
+
+def set_up(engines: Mapping[str, Peer], facts: Mapping[str, Mapping[str, str]], absent: Mapping[str, str]) -> Styler:
+    """What each engine is and said of itself when it started, or why it is absent; then how it is set up."""
+    shared = set.intersection(*(set(peer.variables.items()) for peer in engines.values()))
+    rows = []
+    for name, peer in engines.items():
+        said = [f"{key}: {value}" for key, value in facts.get(name, {}).items() if key != "versions"]
+        own = [f"{key}={value}" for key, value in peer.variables.items() if (key, value) not in shared]
+        rows.append(
+            {
+                "engine": name,
+                "versions": facts[name]["versions"] if name in facts else f"absent: {absent.get(name, '')}",
+                "in use": "; ".join(said) or "–",
+                "settings": peer.settings,
+                "its environment variables": " ".join(own) or "–",
+            }
+        )
+    everyones = " ".join(f"{key}={value}" for key, value in sorted(shared))
+    return shown(pd.DataFrame(rows), f"The engines and how each is set up; for all: {everyones}")
 
 
 def ahead_of(table: pd.DataFrame) -> pd.DataFrame:
