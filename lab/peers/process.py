@@ -24,7 +24,7 @@ from lab.peers.gguf_file import cached_gguf
 from lab.record import REQUESTS, SCHEDULED, STEPS, RunRecord, hash_tokens
 from lab.workload import Workload
 
-START_S, REPLAY_S = 900.0, 900.0
+START_S, REPLAY_S = 1800.0, 7200.0
 _NEVER = float("nan")
 
 
