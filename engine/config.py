@@ -45,8 +45,9 @@ class EngineConfig:
             ``auto`` (the fastest that is available).
         num_threads: Threads of the ops on the CPU, of each rank; None takes torch's own choice, divided by the ranks.
         tensor_parallel_size: Ranks that share the model, a process each. The outputs do not depend on it.
-        enforce_eager: True never pads decode steps to a graph's batch size; False captures and replays them as CUDA
-            graphs (on a CPU the same padded batches run without a capture). None takes graphs on a GPU alone.
+        enforce_eager: True never pads decode steps to a graph's batch size; False captures and replays them: CUDA
+            graphs on a GPU, the calls of the compiled kernels on a CPU (with several ranks there, or the reference ops,
+            the same padded batches run without a capture). None takes graphs on a GPU alone.
         disaggregated: Prefill in one process and decode in another (1P1D): an engine each, with these options, its own
             KV pool, ranks and threads; the KV of every prompt travels from the first to the second.
         kv_channel: How it travels: ``nixl``, ``distributed`` (torch.distributed), or ``auto`` (NIXL where installed).

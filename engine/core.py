@@ -174,7 +174,7 @@ class EngineCore:
                 plan = self.scheduler.schedule()
                 logits = self.runner.logits(plan.scheduled)
                 if plan.scheduled[0].takes_sample:
-                    return logits[0]
+                    return logits[0].clone()
                 self.scheduler.update(plan, {})
         finally:
             self.abort(request.request_id)

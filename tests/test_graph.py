@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
 from engine.execution.graph import bucket_sizes
+from engine.ops.cpu import CpuOps
 from lab.golden import differences, run_alone, run_cell
 from lab.matrix import random_prompts
 
@@ -68,3 +70,60 @@ def test_prefills_and_mixed_steps_run_as_they_come() -> None:
     assert sum(graph.count for graph in llm.graph_replays) == 0
     llm.generate([[5, 6, 7], [8, 9], [3] * 20], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert {graph.bucket: (graph.count, graph.num_padded) for graph in llm.graph_replays if graph.count} == {4: (3, 3)}
+
+
+def test_a_replay_on_the_cpu_calls_no_op_from_python() -> None:
+    llm, eager = (LLM("random:tiny", enforce_eager=eager, max_num_seqs=2, num_kv_blocks=64) for eager in (False, True))
+    params = SamplingParams(max_tokens=1), SamplingParams(max_tokens=9, ignore_eos=True)
+    expected = [one.token_ids for one in eager.generate([[5, 6, 7], [8] * 40], params[1], use_tqdm=False)]
+    ops, called = llm.core.runner.ops, []
+    for name in ("linear", "paged_attention", "silu_mul"):
+        kernel = getattr(ops, name)
+        setattr(ops, name, lambda *given, kernel=kernel, name=name: called.append(name) or kernel(*given))
+    llm.generate([[5, 6, 7], [8] * 40], params[0], use_tqdm=False)
+    in_prefill = len(called)
+    assert in_prefill > 0
+    llm.reset_prefix_cache()
+    called.clear()
+    assert [one.token_ids for one in llm.generate([[5, 6, 7], [8] * 40], params[1], use_tqdm=False)] == expected
+    assert len(called) == in_prefill, "8 decode steps added nothing"
+
+
+def test_logits_stay_when_the_next_step_overwrites_a_graphs() -> None:
+    llm = LLM("random:tiny", enforce_eager=False, max_num_seqs=2, num_kv_blocks=64)
+    llm.generate([[7] * 32], SamplingParams(max_tokens=1), use_tqdm=False)  # a prompt that is known but for its end
+    first = llm.next_token_logits([7] * 33)
+    kept = first.clone()
+    assert not torch.equal(llm.next_token_logits([9]), kept)
+    assert torch.equal(first, kept)
+
+
+def test_a_cpu_graph_reads_its_tensors_anew_and_keeps_them() -> None:
+    ops = CpuOps(torch.float32, torch.device("cpu"))
+    x = torch.randn(3, 32)
+    weights = [torch.randn(32, 32) for _ in range(2)]
+
+    def run() -> torch.Tensor:
+        return ops.linear(ops.linear(x, ops.pack_linear(weights[0])), ops.pack_linear(weights[1]))
+
+    replay = ops.capture(run)  # the packed weights and the first result belong to nobody else
+    for _ in range(3):
+        x.normal_()
+        junk = [torch.full((3, 32), float("nan")) for _ in range(50)]
+        assert torch.equal(replay(), run())
+        del junk
+
+
+def test_a_cpu_graph_refuses_what_it_cannot_hold() -> None:
+    ops = CpuOps(torch.float32, torch.device("cpu"))
+    column_major = torch.randn(8, 4).t()
+    with pytest.raises(RuntimeError, match="not contiguous"):
+        ops.capture(lambda: ops.silu_mul(column_major))
+    with pytest.raises(RuntimeError, match="another graph"):
+        ops.capture(lambda: ops.capture(lambda: ops.silu_mul(torch.zeros(2, 4)))())
+    assert torch.equal(ops.capture(lambda: ops.silu_mul(torch.zeros(2, 4)))(), torch.zeros(2, 2))  # and goes on
+    table, ids = torch.zeros(7, 4), torch.tensor([0, 6])
+    replay = ops.capture(lambda: ops.embedding(ids, table))
+    ids[1] = 7
+    with pytest.raises(IndexError, match="token id 7"):
+        replay()

@@ -35,8 +35,8 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    on_device: bool
-    """Whether exchanges stay on the tensors' device, so that a CUDA graph can hold them."""
+    capturable: bool
+    """Whether a graph can hold the exchanges."""
 
     @property
     def seconds(self) -> float:
@@ -58,7 +58,7 @@ class Communicator(Protocol):
 class LocalGroup:
     """One rank: nothing to exchange."""
 
-    rank, size, seconds, on_device = 0, 1, 0.0, True
+    rank, size, seconds, capturable = 0, 1, 0.0, True
 
     def add(self, parts: Sequence[Tensor], total: SplitSum) -> Tensor:
         return combine(parts, total.order)
@@ -88,7 +88,7 @@ class SharedMemoryGroup:
     """
 
     def __init__(self, fd: int, rank: int, size: int, check: Callable[[], None]) -> None:
-        self.rank, self.size, self.on_device = rank, size, True
+        self.rank, self.size, self.capturable = rank, size, False
         self._group = _shm_extension().Group(fd, rank, size, SLOT_BYTES, check)
 
     @staticmethod
@@ -138,7 +138,8 @@ class DistributedGroup:
         self._control: Any = control
         self._data: Any = control
         has_gpu_each = device.type == "cuda" and size <= torch.cuda.device_count()
-        self.on_device = device.type == "cpu" or has_gpu_each
+        self.capturable = has_gpu_each
+        self._on_device = device.type == "cpu" or has_gpu_each
         if has_gpu_each:
             self._data = dist.ProcessGroupNCCL(
                 dist.PrefixStore("data", store), rank, size, dist.ProcessGroupNCCL.Options()
@@ -174,7 +175,7 @@ class DistributedGroup:
         self._control = self._data = None
 
     def _all_gather(self, mine: Tensor) -> list[Tensor]:
-        sent = mine if self.on_device else mine.cpu()
+        sent = mine if self._on_device else mine.cpu()
         received = [torch.empty_like(sent) for _ in range(self.size)]
         with self._timed():
             self._data.allgather(received, sent).wait()

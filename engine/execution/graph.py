@@ -1,15 +1,15 @@
 """GraphRunner: decode steps in batches of a few fixed sizes, over buffers that never move.
 
-A CUDA graph replays the launches it captured: the same kernels on the same addresses for the same number of rows. So a
-decode step is copied into static buffers and padded to the next size for which there is a graph. On a CPU the same
-buffers, sizes and padding are used and the model runs on them as usual ("emulated").
+A graph replays the kernels it captured: the same ones on the same addresses for the same number of rows, without the
+Python between them. So a decode step is copied into static buffers and padded to the next size for which there is a
+graph. On a GPU it is a CUDA graph, with the CPU kernels a list of their calls; the reference ops, and ranks whose
+exchanges no graph can hold, run on the static buffers as usual ("emulated").
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.results import GraphReplay
 
 Forward = Callable[[ForwardBatch], Tensor]
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""From what runs some ops to what replays them; ``engine.ops.Ops.capture`` is one."""
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -39,7 +41,7 @@ class GraphRunner:
         max_model_len: Most tokens of a sequence.
         block_size: Tokens per KV block.
         padding_block: A block of the KV memory beyond those of the scheduler's pool.
-        capture: Capture CUDA graphs and replay them; else the model runs on the static buffers as usual.
+        capture: Makes a graph of the model on static buffers.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class GraphRunner:
         max_model_len: int,
         block_size: int,
         padding_block: int,
-        capture: bool,
+        capture: Capture,
     ) -> None:
         self._eager = forward
         rows = torch.arange(max_num_seqs + 1, device=device)
@@ -71,9 +73,8 @@ class GraphRunner:
             query_offsets=tuple(range(max_num_seqs + 1)),
         )
         self._counts = {size: [0, 0] for size in bucket_sizes(max_num_seqs)}
-        self._pool: Any = None  # torch.cuda's pool handle
         # The largest first: the others then fit into the memory it took.
-        self._graphs = {size: self._capture(size, device, capture) for size in sorted(self._counts, reverse=True)}
+        self._graphs = {size: self._capture(size, capture) for size in sorted(self._counts, reverse=True)}
 
     @property
     def replays(self) -> tuple[GraphReplay, ...]:
@@ -81,7 +82,11 @@ class GraphRunner:
         return tuple(GraphReplay(bucket, *counts) for bucket, counts in self._counts.items())
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """What the model gives for ``batch``: float32 logits [samples, vocab]."""
+        """What the model gives for ``batch``: float32 logits [samples, vocab], which the next step overwrites.
+
+        A copy of them for each step would cost a quarter of it on a CPU: torch copies so much on several threads, and
+        OpenMP's keep spinning on the cores that the next kernels need.
+        """
         if not batch.samples_every_row:
             return self._eager(batch)
         num_rows = len(batch.token_ids)
@@ -105,7 +110,7 @@ class GraphRunner:
             static.context_lens[padding] = 1
             static.block_tables[padding, 0] = self._padding_block
 
-    def _capture(self, bucket: int, device: torch.device, capture: bool) -> Callable[[], Tensor]:
+    def _capture(self, bucket: int, capture: Capture) -> Callable[[], Tensor]:
         """What runs the model on the first ``bucket`` rows of the static buffers."""
         static = self._static
         rows = {
@@ -119,21 +124,10 @@ class GraphRunner:
             query_start=static.query_start[: bucket + 1],
             query_offsets=static.query_offsets[: bucket + 1],
         )
-        if not capture:
-            return lambda: self._eager(batch)
         with torch.inference_mode():
-            side = torch.cuda.Stream(device)
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):  # what happens only once (workspaces, compilation) is not captured
-                self._eager(batch)
-            torch.cuda.current_stream(device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                logits = self._eager(batch)
-        self._pool = graph.pool()
+            return capture(lambda: self._eager(batch))
 
-        def replay() -> Tensor:
-            graph.replay()
-            return logits.clone()  # the next replay, of any size, overwrites it
 
-        return replay
+def emulate(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The capture that captures nothing."""
+    return run

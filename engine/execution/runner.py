@@ -15,7 +15,7 @@ from engine.config import DEFAULT_KV_CACHE_BYTES, ConfigError, EngineConfig, Mod
 from engine.execution.batch import ForwardBatch, StepLayout
 from engine.execution.channels import make_channel, resolve_channel
 from engine.execution.communicator import Communicator, LocalGroup
-from engine.execution.graph import GraphRunner
+from engine.execution.graph import GraphRunner, emulate
 from engine.execution.parallel import make_shard
 from engine.execution.results import RunnerFacts, StepResult
 from engine.execution.sampler import sample
@@ -79,7 +79,7 @@ class ModelRunner:
                     max_model_len=max_model_len,
                     block_size=config.block_size,
                     padding_block=self.num_kv_blocks,
-                    capture=self.ops.device.type == "cuda" and self.group.on_device,
+                    capture=self.ops.capture if self.group.capturable else emulate,
                 )
             self._forward = decoder.forward if self.graphs is None else self.graphs.forward
         self.transfers = Transfers(self._make_channel, self.group, self._tell)

@@ -57,7 +57,7 @@ class Decoder:
         self.config = config
         self._weights, self._ops, self._kv, self._rope = weights, ops, kv, rope
         self._group, self._vocab_widths = group, tuple(map(len, shard.vocab))
-        self._kv_size = len(shard.attention.runs[shard.rank]) * config.head_dim
+        self._kv_heads = len(shard.attention.runs[shard.rank])
         self._scale = config.head_dim**-0.5
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -75,7 +75,7 @@ class Decoder:
             last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if last else weights.layers[i + 1].input_norm
             if last:  # only the rows that are sampled go on
-                hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
+                hidden, residual = (ops.embedding(batch.sample_rows, rows) for rows in (hidden, residual))
             hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
         head = weights.lm_head
         logits = hidden.new_empty((len(hidden), 0)).float() if head is None else ops.linear_f32(hidden, head)
@@ -83,11 +83,8 @@ class Decoder:
 
     def _attention(self, hidden: Tensor, layer: LayerWeights, kv: Any, batch: ForwardBatch) -> Tensor:
         config, ops = self.config, self._ops
-        qkv = ops.linear(hidden, layer.qkv)
-        q, k, v = (
-            part.unflatten(1, (-1, config.head_dim))
-            for part in qkv.split((self._kv_size * config.group_size, self._kv_size, self._kv_size), dim=1)
-        )
+        heads = ops.linear(hidden, layer.qkv).view(len(hidden), -1, config.head_dim)
+        q, k, v = heads.split_with_sizes((self._kv_heads * config.group_size, self._kv_heads, self._kv_heads), 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
             k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)

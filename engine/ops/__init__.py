@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,6 +99,13 @@ class Ops(Protocol):
 
     def logprobs_of(self, logits: Tensor, token_ids: Tensor) -> Tensor:
         """[M, vocab] float32 logits and [M] int64 ids to the ids' float32 logprobs [M]."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What does again, on the same memory, what ``run`` does: a graph where the backend has such.
+
+        Nothing but ops of this backend and views may lie between what ``run`` reads and its result. A replay overwrites
+        what the one before it returned, of any graph.
+        """
 
 
 @functools.cache

@@ -73,8 +73,10 @@ def peers(threads: int) -> tuple[Peer, ...]:
             THIS_ENGINE,
             "lab.peers.adapters.this_engine:ThisEngine",
             "",
-            "its defaults: steps of at most 128 tokens, prefix caching on",
+            "documented for a CPU and few rows: decode steps as graphs; else its defaults: steps of at most 128 "
+            "tokens, prefix caching on",
             variables=openmp,
+            options={"enforce_eager": False},
             chunked={"max_num_batched_tokens": _CHUNK},
         ),
         Peer(

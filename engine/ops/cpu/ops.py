@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -144,6 +145,17 @@ class CpuOps:
     def logprobs_of(self, logits: Tensor, token_ids: Tensor) -> Tensor:
         out: Tensor = self._kernels.logprobs_of(logits, token_ids)
         return out
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        graph = self._kernels.Graph()
+        with graph:
+            result = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
 
     def _linear(self, x: Tensor, weight: PackedLinear, to_float: bool) -> Tensor:
         out: Tensor = self._kernels.linear(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,7 @@ class TritonOps(PlainKV):
 
             compute_as_a_gpu()
         self._kernels: Any = kernels
+        self._graph_memory: Any = None  # a handle of torch.cuda's
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, num_leaves: int = 1) -> PackedLinear:
         if bias is not None and num_leaves > 1:
@@ -138,6 +140,25 @@ class TritonOps(PlainKV):
 
     def logprobs_of(self, logits: Tensor, token_ids: Tensor) -> Tensor:
         return self._choose(logits, token_ids.contiguous(), greedy=False)
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self.device.type != "cuda":
+            return run
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):  # what happens only once (workspaces, compilation) is not captured
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory):
+            result = run()
+        self._graph_memory = graph.pool()  # graphs run one at a time: what the largest took is enough for all
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
 
     def _linear(self, x: Tensor, weight: PackedLinear, dtype: torch.dtype) -> Tensor:
         rows, (outputs, inputs), leaves = len(x), weight.weight.shape, weight.num_leaves

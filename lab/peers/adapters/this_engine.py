@@ -12,7 +12,7 @@ from lab.peers.adapter import Adapter, Settings, Token
 
 
 class ThisEngine(Adapter):
-    """``engine.LLM`` with its defaults, stepped by hand."""
+    """``engine.LLM``, stepped by hand."""
 
     def start(self, settings: Settings) -> dict[str, str]:
         self._llm = LLM(
@@ -30,6 +30,7 @@ class ThisEngine(Adapter):
             "versions": f"torch {torch.__version__}",
             "max_num_batched_tokens": str(config.max_num_batched_tokens),
             "prefix caching": "on" if config.enable_prefix_caching else "off",
+            "decode steps": "eager" if config.enforce_eager is not False else "graphs",
         }
 
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int, ignore_eos: bool) -> None:

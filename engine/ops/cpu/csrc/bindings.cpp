@@ -9,8 +9,12 @@
 #endif
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "kernels.h"
 
@@ -24,13 +28,12 @@ T* data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
 }
 
-// The elements of a tensor that must have exactly this type, rows contiguous.
+// Refuses a tensor that has not exactly this type, or whose rows are not contiguous.
 template <class T>
-const T* exactly(const Tensor& t, const char* name) {
+void exactly(const Tensor& t, const char* name) {
   TORCH_CHECK_VALUE(t.scalar_type() == c10::CppTypeToScalarType<T>::value, name, " must be ",
                     c10::CppTypeToScalarType<T>::value, ", not ", t.scalar_type());
   TORCH_CHECK_VALUE(t.numel() <= 1 || t.stride(-1) == 1, name, " must have contiguous rows");
-  return static_cast<const T*>(t.data_ptr());
 }
 
 int threads() { return at::get_num_threads(); }
@@ -43,7 +46,50 @@ void by_type(const Tensor& t, F f) {
   f(bf16{});
 }
 
-Tensor rows_contiguous(const Tensor& x) { return x.dim() > 0 && x.stride(-1) != 1 ? x.contiguous() : x; }
+// The calls of one run of some ops, to be made again without Python: on a CPU what a CUDA graph is on a GPU. A call holds
+// its tensors, so their memory stays. Used as a context manager, it records what its thread runs.
+class Graph {
+ public:
+  static bool recording() { return current_ != nullptr; }
+  static void record(std::function<void()> call) { current_->calls_.push_back(std::move(call)); }
+
+  void enter() {
+    TORCH_CHECK(current_ == nullptr, "this thread records another graph");
+    current_ = this;
+  }
+  void exit(const pybind11::args&) { current_ = nullptr; }
+
+  void replay() const {
+    pybind11::gil_scoped_release release;
+    for (const auto& call : calls_) call();
+  }
+
+ private:
+  static thread_local Graph* current_;
+  std::vector<std::function<void()>> calls_;
+};
+
+thread_local Graph* Graph::current_ = nullptr;
+
+// Makes a call of a kernel, and records it where a graph is in the making. Everything that depends on what tensors hold,
+// rather than on their shapes, belongs into the call.
+template <class Call>
+void run(Call call) {
+  {
+    pybind11::gil_scoped_release release;
+    call();
+  }
+  if (Graph::recording()) Graph::record(std::move(call));
+}
+
+Tensor copied(const Tensor& x) {
+  TORCH_CHECK(!Graph::recording(), "a graph cannot hold the copy of a tensor that is not contiguous");
+  return x.contiguous();
+}
+
+Tensor contiguous(const Tensor& x) { return x.is_contiguous() ? x : copied(x); }
+
+Tensor rows_contiguous(const Tensor& x) { return x.dim() > 0 && x.stride(-1) != 1 ? copied(x) : x; }
 
 #ifdef WITH_AMX
 constexpr bool AMX = true;
@@ -85,6 +131,15 @@ Tensor pack_linear(const Tensor& weight, int64_t leaves) {
   return packed;
 }
 
+template <class T, class Y>
+void multiply(const T* x, const T* packed, const float* bias, const LinearShape& shape, Y* y) {
+  if constexpr (AMX && std::is_same_v<T, bf16>) {
+    linear_amx(x, packed, bias, shape, y, threads());
+  } else {
+    linear_vector(x, packed, bias, shape, y, threads());
+  }
+}
+
 // x [M, K] to [M, n] in x's type, or in float32.
 Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t k,
               bool to_float) {
@@ -96,33 +151,37 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   const LinearShape shape{x.size(0), n, k / leaves, packed.size(2), leaves, x.stride(0)};
   Tensor y = at::empty({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
   if (x.size(0) == 0) return y;
-  const float* const bias_data = bias ? data<const float>(*bias) : nullptr;
-  pybind11::gil_scoped_release release;
-  if (x.scalar_type() == at::kFloat) {
-    linear_vector(data<const float>(x), data<const float>(packed), bias_data, shape, data<float>(y), threads());
-    return y;
-  }
-  const auto run = [&](auto* out) {
-#ifdef WITH_AMX
-    linear_amx(data<const bf16>(x), data<const bf16>(packed), bias_data, shape, out, threads());
-#else
-    linear_vector(data<const bf16>(x), data<const bf16>(packed), bias_data, shape, out, threads());
-#endif
+  const auto call = [&](auto zero, auto* out) {
+    using T = decltype(zero);
+    run([x, packed, bias, shape, y, out] {
+      const float* const bias_data = bias ? data<const float>(*bias) : nullptr;
+      multiply(data<const T>(x), data<const T>(packed), bias_data, shape, out);
+    });
   };
-  to_float ? run(data<float>(y)) : run(data<bf16>(y));
+  if (x.scalar_type() == at::kFloat) {
+    call(float{}, data<float>(y));
+  } else if (to_float) {
+    call(bf16{}, data<float>(y));
+  } else {
+    call(bf16{}, data<bf16>(y));
+  }
   return y;
 }
 
 Tensor embedding(const Tensor& ids, const Tensor& table) {
   TORCH_CHECK_VALUE(table.dim() == 2 && table.is_contiguous(),
                     "an embedding table is a contiguous [vocab, hidden] matrix");
-  const int64_t* const index = exactly<int64_t>(ids, "token_ids");
-  for (int64_t i = 0; i < ids.numel(); i++) {
-    const int64_t id = index[i];
-    TORCH_CHECK_INDEX(id >= 0 && id < table.size(0), "token id ", id, " is outside 0 .. ", table.size(0) - 1);
-  }
+  exactly<int64_t>(ids, "token_ids");
   Tensor out = at::empty({ids.numel(), table.size(1)}, table.options());
-  gather_rows(table.data_ptr(), index, ids.numel(), table.size(1) * table.element_size(), out.data_ptr(), threads());
+  run([=] {
+    const int64_t* const index = data<const int64_t>(ids);
+    for (int64_t i = 0; i < ids.numel(); i++) {
+      const int64_t id = index[i];
+      TORCH_CHECK_INDEX(id >= 0 && id < table.size(0), "token id ", id, " is outside 0 .. ", table.size(0) - 1);
+    }
+    const int64_t row_bytes = table.size(1) * table.element_size();
+    gather_rows(table.data_ptr(), index, ids.numel(), row_bytes, out.data_ptr(), threads());
+  });
   return out;
 }
 
@@ -136,35 +195,37 @@ Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
   Tensor out = at::empty(x.sizes(), x.options());
   by_type(x, [&](auto zero) {
     using T = decltype(zero);
-    pybind11::gil_scoped_release release;
-    cpu_ops::rms_norm(data<const T>(x), rows, data<const T>(weight), static_cast<float>(eps), data<T>(out), threads());
+    run([=] {
+      cpu_ops::rms_norm(data<const T>(x), rows, data<const T>(weight), static_cast<float>(eps), data<T>(out),
+                        threads());
+    });
   });
   return out;
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual_input, const Tensor& weight,
                                         double eps) {
-  const Tensor x = input.contiguous(), residual = residual_input.contiguous();
+  const Tensor x = contiguous(input), residual = contiguous(residual_input);
   TORCH_CHECK_VALUE(x.dim() == 2 && x.sizes() == residual.sizes() && weight.numel() == x.size(1), "x is ", x.sizes(),
                     ", the residual ", residual.sizes(), ", the norm weight ", weight.sizes());
   Tensor out = at::empty(x.sizes(), x.options()), sum = at::empty(x.sizes(), x.options());
   by_type(x, [&](auto zero) {
     using T = decltype(zero);
-    pybind11::gil_scoped_release release;
-    cpu_ops::add_rms_norm(data<const T>(x), data<const T>(residual), x.size(0), x.size(1), data<const T>(weight),
-                          static_cast<float>(eps), data<T>(out), data<T>(sum), threads());
+    run([=] {
+      cpu_ops::add_rms_norm(data<const T>(x), data<const T>(residual), x.size(0), x.size(1), data<const T>(weight),
+                            static_cast<float>(eps), data<T>(out), data<T>(sum), threads());
+    });
   });
   return {out, sum};
 }
 
 Tensor silu_mul(const Tensor& input) {
-  const Tensor x = input.contiguous();
+  const Tensor x = contiguous(input);
   TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) % 2 == 0, "silu_mul takes [M, 2 F], not ", x.sizes());
   Tensor out = at::empty({x.size(0), x.size(1) / 2}, x.options());
   by_type(x, [&](auto zero) {
     using T = decltype(zero);
-    pybind11::gil_scoped_release release;
-    cpu_ops::silu_mul(data<const T>(x), x.size(0), x.size(1) / 2, data<T>(out), threads());
+    run([=] { cpu_ops::silu_mul(data<const T>(x), x.size(0), x.size(1) / 2, data<T>(out), threads()); });
   });
   return out;
 }
@@ -189,14 +250,15 @@ Tensor rope_and_store(const Tensor& q_input, const Tensor& k_input, const Tensor
   const KvLayout layout = kv_layout(block_size, k.size(1), k.size(2), kv.scalar_type() == at::kBFloat16);
   TORCH_CHECK_VALUE(q.size(2) == k.size(2) && k.sizes() == v.sizes() && rope.size(1) == k.size(2), "q is ", q.sizes(),
                     ", k ", k.sizes(), ", v ", v.sizes(), ", the rope table ", rope.sizes());
+  exactly<float>(rope, "rope"), exactly<int64_t>(positions, "positions"), exactly<int64_t>(slots, "slots");
   Tensor out = at::empty(q.sizes(), q.options());
   by_type(q, [&](auto zero) {
     using T = decltype(zero);
-    pybind11::gil_scoped_release release;
-    cpu_ops::rope_and_store(data<const T>(q), head_rows(q), data<const T>(k), head_rows(k), data<const T>(v),
-                            head_rows(v), q.size(0), exactly<float>(rope, "rope"),
-                            exactly<int64_t>(positions, "positions"), exactly<int64_t>(slots, "slots"), data<T>(kv),
-                            layout, data<T>(out), threads());
+    run([=] {
+      cpu_ops::rope_and_store(data<const T>(q), head_rows(q), data<const T>(k), head_rows(k), data<const T>(v),
+                              head_rows(v), q.size(0), data<const float>(rope), data<const int64_t>(positions),
+                              data<const int64_t>(slots), data<T>(kv), layout, data<T>(out), threads());
+    });
   });
   return out;
 }
@@ -204,47 +266,52 @@ Tensor rope_and_store(const Tensor& q_input, const Tensor& k_input, const Tensor
 Tensor paged_attention(const Tensor& q_input, const Tensor& kv, int64_t block_size, int64_t num_kv_heads,
                        const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables,
                        double scale) {
-  const Tensor q = q_input.contiguous();
+  const Tensor q = contiguous(q_input);
   const KvLayout layout = kv_layout(block_size, num_kv_heads, q.size(2), kv.scalar_type() == at::kBFloat16);
   TORCH_CHECK_VALUE(q.size(1) % num_kv_heads == 0, q.size(1), " query heads do not divide over ", num_kv_heads,
                     " KV heads");
-  const AttentionBatch batch{exactly<int64_t>(query_start, "query_start"),
-                             exactly<int64_t>(context_lens, "context_lens"),
-                             exactly<int32_t>(block_tables, "block_tables"),
-                             context_lens.numel(),
-                             block_tables.stride(0),
-                             q.size(1),
-                             static_cast<float>(scale)};
+  exactly<int64_t>(query_start, "query_start"), exactly<int64_t>(context_lens, "context_lens");
+  exactly<int32_t>(block_tables, "block_tables");
   Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, q.options());
-  pybind11::gil_scoped_release release;
-  if (q.scalar_type() == at::kFloat) {
-    attention_vector(data<const float>(q), data<const float>(kv), layout, batch, data<float>(out), threads());
-    return out;
-  }
-#ifdef WITH_AMX
-  attention_amx(data<const bf16>(q), data<const bf16>(kv), layout, batch, data<bf16>(out), threads());
-#else
-  attention_vector(data<const bf16>(q), data<const bf16>(kv), layout, batch, data<bf16>(out), threads());
-#endif
+  by_type(q, [&](auto zero) {
+    using T = decltype(zero);
+    run([=] {
+      const AttentionBatch batch{data<const int64_t>(query_start),
+                                 data<const int64_t>(context_lens),
+                                 data<const int32_t>(block_tables),
+                                 context_lens.numel(),
+                                 block_tables.stride(0),
+                                 q.size(1),
+                                 static_cast<float>(scale)};
+      if constexpr (AMX && std::is_same_v<T, bf16>) {
+        attention_amx(data<const T>(q), data<const T>(kv), layout, batch, data<T>(out), threads());
+      } else {
+        attention_vector(data<const T>(q), data<const T>(kv), layout, batch, data<T>(out), threads());
+      }
+    });
+  });
   return out;
 }
 
 std::tuple<Tensor, Tensor> greedy(const Tensor& input) {
-  const Tensor logits = input.contiguous();
+  const Tensor logits = contiguous(input);
+  exactly<float>(logits, "logits");
   Tensor ids = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   Tensor logprobs = at::empty({logits.size(0)}, logits.options());
-  pybind11::gil_scoped_release release;
-  cpu_ops::greedy(exactly<float>(logits, "logits"), logits.size(0), logits.size(1), data<int64_t>(ids),
-                  data<float>(logprobs), threads());
+  run([=] {
+    cpu_ops::greedy(data<const float>(logits), logits.size(0), logits.size(1), data<int64_t>(ids), data<float>(logprobs), threads());
+  });
   return {ids, logprobs};
 }
 
 Tensor logprobs_of(const Tensor& input, const Tensor& ids_input) {
-  const Tensor logits = input.contiguous(), ids = ids_input.contiguous();
+  const Tensor logits = contiguous(input), ids = contiguous(ids_input);
+  exactly<float>(logits, "logits");
+  exactly<int64_t>(ids, "token_ids");
   Tensor logprobs = at::empty({logits.size(0)}, logits.options());
-  pybind11::gil_scoped_release release;
-  cpu_ops::logprobs_of(exactly<float>(logits, "logits"), logits.size(0), logits.size(1), data<const int64_t>(ids),
-                       data<float>(logprobs), threads());
+  run([=] {
+    cpu_ops::logprobs_of(data<const float>(logits), logits.size(0), logits.size(1), data<const int64_t>(ids), data<float>(logprobs), threads());
+  });
   return logprobs;
 }
 
@@ -252,6 +319,12 @@ Tensor logprobs_of(const Tensor& input, const Tensor& ids_input) {
 }  // namespace cpu_ops::bindings
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using cpu_ops::bindings::Graph;
+  pybind11::class_<Graph>(m, "Graph")
+      .def(pybind11::init<>())
+      .def("__enter__", &Graph::enter)
+      .def("__exit__", &Graph::exit)
+      .def("replay", &Graph::replay);
   m.def("pack_linear", &cpu_ops::bindings::pack_linear);
   m.def("linear", &cpu_ops::bindings::linear);
   m.def("embedding", &cpu_ops::bindings::embedding);

@@ -6,10 +6,6 @@
 namespace cpu_ops {
 namespace {
 
-// How far ahead one panel is prefetched: panels lie one after the other, and the hardware follows a single stream too
-// slowly. Several panels at once are enough streams without it.
-constexpr int PREFETCH_BYTES = 4096;
-
 // A strip of R rows is [k][R] float32, so that a step of k reads its R multipliers from one place.
 template <class Element>
 struct VectorKernel {
@@ -40,26 +36,33 @@ struct VectorKernel {
   }
 
   static void multiply(const A* a, int rows, int64_t a_k, const T* b, int64_t b_panel, int panels, int64_t k, float* c,
-                       int64_t c_panel, bool first) {
+                       int64_t c_panel, bool first, int64_t strip, int64_t strips) {
     with_constant<MAX_ROWS>(rows, [&](auto r) {
       constexpr int R = r, P = panels_for(R);
       int p = 0;
       for (; p + P <= panels; p += P)
-        chain<R, P>(a + a_k * R, b + p * b_panel, b_panel, k, c + p * c_panel, c_panel, first);
-      for (; p < panels; p++) chain<R, 1>(a + a_k * R, b + p * b_panel, b_panel, k, c + p * c_panel, c_panel, first);
+        chain<R, P>(a + a_k * R, b + p * b_panel, b_panel, k, c + p * c_panel, c_panel, first, strip,
+                    strips);
+      for (; p < panels; p++)
+        chain<R, 1>(a + a_k * R, b + p * b_panel, b_panel, k, c + p * c_panel, c_panel, first, strip, strips);
     });
   }
 
+  // The weight's next chunk is prefetched meanwhile, a share of it by each strip: were it the first strip's alone, memory
+  // would idle while the others compute. One strip that takes several panels at once does without: they are as many
+  // streams, which the hardware follows fast enough.
   template <int R, int P>
   static __attribute__((noinline)) void chain(const A* a, const T* b, int64_t b_panel, int64_t k, float* c,
-                                              int64_t c_panel, bool first) {
+                                              int64_t c_panel, bool first, int64_t strip, int64_t strips) {
+    const int64_t share = k / K_STEP<T> * strip / strips;
     const T *panels[P], *ahead[P];
     for (int p = 0; p < P; p++) {
       panels[p] = b + p * b_panel;
-      ahead[p] = panels[p] + PREFETCH_BYTES / sizeof(T);
+      ahead[p] = panels[p] + K_CHAIN * PANEL + share * B_ROW<T>;
     }
     Accumulators<R, P> acc;
-    cpu_ops::multiply<R, P>(acc, a, 1, R, panels, P == 1 ? ahead : nullptr, k);
+    cpu_ops::multiply<R, P>(acc, a, 1, R, panels, P == 1 || strips > 1 ? ahead : nullptr, k,
+                             (B_ROW<T> + strips - 1) / strips);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8

@@ -98,7 +98,7 @@ void write_outputs(const float* c, int64_t c_panel, int64_t rows, int panels, co
 //   a_size(rows, k)                                                    elements of a packed strip
 //   panels_together(rows of a strip)
 //   pack(x, x_stride, rows, shape, a)
-//   multiply(a, rows, a_k, b, b_panel, panels, k, c, c_panel, first)   c = or += one chain
+//   multiply(a, rows, a_k, b, b_panel, panels, k, c, c_panel, first, strip, strips)   c = or += one chain
 template <class Kernel, class Y>
 class Linear {
  public:
@@ -178,7 +178,7 @@ class Linear {
                              packed_ + ((panel + p) * k_ + leaf_k + k) * PANEL, k_ * PANEL,
                              static_cast<int>(std::min(together_, width - p)),
                              std::min<int64_t>(Kernel::K_CHAIN, end - k), sum + p * c_panel_ + first * PANEL, c_panel_,
-                             k == 0);
+                             k == 0, strip, strips.count);
           }
     }
   }

@@ -35,7 +35,7 @@ struct AmxKernel {
   }
 
   static void multiply(const A* a, int rows, int64_t a_k, const T* b, int64_t b_panel, int panels, int64_t k, float* c,
-                       int64_t c_panel, bool first) {
+                       int64_t c_panel, bool first, int64_t, int64_t) {
     if (rows > TILE_ROWS)
       multiply_tiles<2>(a + a_k * 2 * TILE_ROWS, b, b_panel, panels, k / TILE_K, c, c_panel, first);
     else

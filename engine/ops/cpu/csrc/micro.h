@@ -77,33 +77,33 @@ INLINE void multiply_row(Accumulators<R, P>& acc, const float* a, int64_t a_row,
 }
 
 template <int P, class T>
-INLINE void prefetch_row(const T* const* ahead, int64_t j) {
+INLINE void prefetch_row(const T* const* ahead, int64_t at) {
   if (ahead == nullptr) return;
 #pragma GCC unroll 8
-  for (int p = 0; p < P; p++) __builtin_prefetch(ahead[p] + j * B_ROW<T>);
+  for (int p = 0; p < P; p++) __builtin_prefetch(ahead[p] + at);
 }
 
 // acc += A (element (r, k) at a[r * a_row + k * a_k]) times B (panel p at b[p], its rows one after the other). Unless
-// ahead is null, each row also prefetches its like at ahead[p]: memory comes in at the pace of the arithmetic.
+// ahead is null, row j also prefetches ahead[p] + j * ahead_row: memory comes in at the pace of the arithmetic.
 template <int R, int P>
 INLINE void multiply(Accumulators<R, P>& acc, const float* a, int64_t a_row, int64_t a_k, const float* const (&b)[P],
-                     const float* const* ahead, int64_t k) {
+                     const float* const* ahead, int64_t k, int64_t ahead_row = B_ROW<float>) {
   for (int64_t j = 0; j < k; j++) {
-    prefetch_row<P>(ahead, j);
+    prefetch_row<P>(ahead, j * ahead_row);
     multiply_row(acc, a + j * a_k, a_row, [&](int p, int v) { return load(b[p] + j * B_ROW<float> + v * LANES); });
   }
 }
 
 template <int R, int P>
 INLINE void multiply(Accumulators<R, P>& acc, const float* a, int64_t a_row, int64_t a_k, const bf16* const (&b)[P],
-                     const bf16* const* ahead, int64_t k) {
+                     const bf16* const* ahead, int64_t k, int64_t ahead_row = B_ROW<bf16>) {
   const auto pair = [&](int64_t j, int p, int v) {
     UVec bits;
     memcpy(&bits, b[p] + j * B_ROW<bf16> + v * 2 * LANES, sizeof bits);
     return bits;
   };
   for (int64_t j = 0; j < k / 2; j++) {
-    prefetch_row<P>(ahead, j);
+    prefetch_row<P>(ahead, j * ahead_row);
     multiply_row(acc, a + 2 * j * a_k, a_row, [&](int p, int v) { return even_half(pair(j, p, v)); });
     int64_t again = j;
     asm("" : "+r"(again));  // load the pairs again for the odd k: keeping them would spill accumulators
