@@ -214,3 +214,13 @@ def match_rates(trials: Sequence[Trial], baseline: str) -> pd.DataFrame:
             shares.append(same / len(expected))
         rows.append((engine, len(shares), sum(share == 1 for share in shares), float(np.mean(shares))))
     return pd.DataFrame(rows, columns=["engine", "requests", "equal", "agreed"])
+
+
+def repeated(trials: Sequence[Trial], engine: str) -> tuple[int, int]:
+    """Of an engine's requests, those whose output was the same in every round, and all of them."""
+    outputs: dict[tuple[str, str], set[str]] = {}
+    for trial in trials:
+        if trial.engine == engine:
+            for _, row in trial.record.requests.iterrows():
+                outputs.setdefault((trial.workload, str(row["request_id"])), set()).add(str(row["output_hash"]))
+    return sum(len(hashes) == 1 for hashes in outputs.values()), len(outputs)
