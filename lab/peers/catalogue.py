@@ -73,10 +73,10 @@ def peers(threads: int) -> tuple[Peer, ...]:
             THIS_ENGINE,
             "lab.peers.adapters.this_engine:ThisEngine",
             "",
-            "documented for a CPU and few rows: decode steps as graphs; else its defaults: steps of at most 128 "
-            "tokens, prefix caching on",
+            "documented for a CPU, few rows and short gaps: decode steps as graphs, steps of at most 64 tokens; else "
+            "its defaults, prefix caching among them",
             variables=openmp,
-            options={"enforce_eager": False},
+            options={"enforce_eager": False, "max_num_batched_tokens": 64},
             chunked={"max_num_batched_tokens": _CHUNK},
         ),
         Peer(

@@ -63,7 +63,7 @@ class PeerProcess:
             )
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
-        options = {**settings.options, **peer.options}
+        options = {**peer.options, **settings.options}
         try:
             facts: Mapping[str, str] = self._ask(
                 "start", START_S, settings=asdict(replace(settings, options=options, gguf=gguf))
