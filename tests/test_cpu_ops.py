@@ -30,7 +30,7 @@ from tests import test_ops_contract as contract
 from tests.test_ops_contract import MANY, Paged, normal, relative_error, same_bits
 
 BF16, FLOAT, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
-CELLS = [(isa, dtype) for isa in ("avx512", "avx2", "portable") for dtype in (FLOAT, BF16)]
+CELLS = [(isa, dtype) for isa in ("avx512", "avx512-emulated", "avx2", "portable") for dtype in (FLOAT, BF16)]
 CELLS += [(isa, BF16) for isa in ("amx", "amx-emulated")]  # float32 takes the vector kernels there too
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -24,14 +25,22 @@ from lab.figures import race
 from lab.paths import repository_root
 from lab.peers import environments
 from lab.peers.adapter import Settings
-from lab.peers.catalogue import THIS_ENGINE, Peer, peers
-from lab.peers.contest import Field, Trial, match_rates, measured, run_contest, standings
+from lab.peers.catalogue import THIS_ENGINE, Peer, chosen, peers
+from lab.peers.contest import Field, Trial, match_rates, measured, repeated, run_contest, standings
 from lab.peers.environments import PeerError, preloaded, python_of
-from lab.peers.exactness import alone, counts, everywhere, in_chunks_and_cached, in_company, survivors
+from lab.peers.exactness import (
+    alone,
+    counts,
+    everywhere,
+    first_difference,
+    in_chunks_and_cached,
+    in_company,
+    survivors,
+)
 from lab.peers.gguf_file import write_gguf
 from lab.peers.host import replay, serve
 from lab.peers.process import PeerProcess
-from lab.peers.tables import ahead_of
+from lab.peers.tables import ahead_of, set_up
 from lab.workload import Workload, WorkloadRequest
 from tests.peer_adapters import Failing, Fake, Slow
 
@@ -168,6 +177,21 @@ def test_the_catalogue() -> None:
         assert peer.variables["OMP_NUM_THREADS"] == "2"
 
 
+def test_engines_are_chosen_by_name_and_this_one_always_takes_part() -> None:
+    listed = [peer.name for peer in peers(threads=1)]
+    assert list(chosen([listed[3], listed[1]], threads=1)) == [THIS_ENGINE, listed[1], listed[3]]
+    with pytest.raises(ValueError, match=r"engines \['vllm'\] are unknown; there are this engine, vLLM"):
+        chosen(["vllm"], threads=1)
+
+
+def test_the_table_of_engines_says_what_each_is_or_why_it_is_absent() -> None:
+    both = {"A": "1"}
+    engines = {"ours": fake("ours", variables=both), "theirs": fake("theirs", variables=both | {"B": "2"})}
+    html = set_up(engines, {"ours": {"versions": "fake 1", "cache": "on"}}, {"theirs": "no such library"}).to_html()
+    assert "fake 1" in html and "cache: on" in html and "absent: no such library" in html
+    assert "for all: A=1" in html and "B=2" in html and html.count("A=1") == 1
+
+
 # ---- the contest ----------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +216,16 @@ def test_arms_alternate_and_failures_are_reported(tmp_path: Path) -> None:
     rates = match_rates(trials, "ours").set_index("engine")
     assert rates.loc["ours", "equal"] == 2 and rates.loc["ours", "agreed"] == 1
     assert rates.loc["theirs", "equal"] == 0 and rates.loc["theirs", "agreed"] == 0
+    assert repeated(trials, "ours") == (2, 2)
+    other = trials[0].record.requests.assign(output_hash="another")
+    changed = replace(trials[0], record=replace(trials[0].record, requests=other))
+    assert repeated([changed, *trials[1:]], "ours") == (0, 2)
+
+
+def test_where_answers_part() -> None:
+    assert first_difference((1, 2, 3), [1, 2, 3]) is None
+    assert first_difference((1, 2, 3), (1, 5, 3)) == 1
+    assert first_difference((1, 2), (1, 2, 3)) == first_difference((1, 2, 3), (1, 2)) == 2
 
 
 def test_standings_divide_runs_of_the_same_round() -> None:
@@ -220,6 +254,8 @@ def test_exactness_tells_an_engine_that_minds_its_company(tmp_path: Path) -> Non
     assert everywhere(frame).to_dict() == {"ours": 6, "theirs": 0}
     table = counts(frame).set_index(["engine", "composition"])["equal"]
     assert table.loc["theirs"].to_dict() == {"batch 1": 0, "batch 2": 0, "in chunks": 6, "cached": 6}
+    theirs = frame[(frame["engine"] == "theirs") & (frame["composition"] == "batch 1")]
+    assert (theirs["differs_at"] == 0).all() and frame.loc[frame["equal"], "differs_at"].isna().all()
     figure = exactness_figure(counts(frame), ["ours", "theirs", "missing"])
     assert list(figure.data[0].z[2]) == [None] * 4 and "0/6" in figure.data[1].text
 

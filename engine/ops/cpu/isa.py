@@ -38,6 +38,8 @@ ISAS: Mapping[str, Isa] = {
         Isa("avx512", _AVX512_FLAGS, _AVX512),
         Isa("avx2", ("avx2", "fma"), _AVX2),
         Isa("portable", (), ()),
+        # The AVX-512 kernels with each vector in two halves, so that they can be tested without it; for tests.
+        Isa("avx512-emulated", ("avx2", "fma"), (*_AVX2, "-DEMULATE_AVX512")),
         # The tile instructions in plain C++, so that the AMX kernels can be tested anywhere; for tests, slow.
         Isa("amx-emulated", (), ("-DWITH_AMX", "-DEMULATE_AMX"), matrix_unit=True),
     )

@@ -43,12 +43,15 @@ struct Accumulators {
 INLINE Vec even_half(UVec pair) { return bit_cast<Vec>(pair << 16); }
 
 INLINE Vec odd_half(UVec pair) {
-  if constexpr (REGISTERS == 32) return bit_cast<Vec>(pair & 0xffff0000u);
-  UVec high = pair >> 16;  // two shifts: a mask would hold a register, and none is free
+  if constexpr (REGISTERS == 32) {
+    return bit_cast<Vec>(pair & 0xffff0000u);
+  } else {
+    UVec high = pair >> 16;  // two shifts: a mask would hold a register, and none is free
 #if defined(__x86_64__)
-  asm("" : "+x"(high));  // keep the compiler from turning them into a mask
+    asm("" : "+x"(high));  // keep the compiler from turning them into a mask
 #endif
-  return bit_cast<Vec>(high << 16);
+    return bit_cast<Vec>(high << 16);
+  }
 }
 
 // acc += a(., k) times one row of B, `column(p, v)` being the row's vectors as float32.

@@ -26,7 +26,7 @@
 namespace cpu_ops {
 namespace {  // internal: each instruction set is its own library with its own copies
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(EMULATE_AVX512)
 constexpr int LANES = 16;
 constexpr int REGISTERS = 32;
 #elif defined(__AVX__)
@@ -63,8 +63,24 @@ INLINE float to_float(bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.b
 
 INLINE Vec broadcast(float x) { return x - Vec{}; }  // x - 0 is x, signed zero too
 
+#if defined(EMULATE_AVX512)
+// f on the halves that an AVX2 CPU has: the same lanes, blocking and bits as on one with AVX-512.
+template <class F>
+INLINE Vec by_halves(F f, Vec a, Vec b, Vec c) {
+  __m256 x[2], y[2], z[2];
+  memcpy(x, &a, sizeof a);
+  memcpy(y, &b, sizeof b);
+  memcpy(z, &c, sizeof c);
+  for (int i = 0; i < 2; i++) x[i] = f(x[i], y[i], z[i]);
+  memcpy(&a, x, sizeof a);
+  return a;
+}
+#endif
+
 INLINE Vec fma(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
+#if defined(EMULATE_AVX512)
+  return by_halves([](__m256 x, __m256 y, __m256 z) { return _mm256_fmadd_ps(x, y, z); }, a, b, c);
+#elif defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -78,7 +94,7 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
 // acc = fma(a, b, acc), in place. GCC would as well put the result in a's register and copy; where every register holds
 // an accumulator, that spills.
 INLINE void accumulate(Vec& acc, Vec a, Vec b) {
-#if defined(__FMA__)
+#if defined(__FMA__) && !defined(EMULATE_AVX512)
   asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
 #else
   acc = fma(a, b, acc);
@@ -87,7 +103,9 @@ INLINE void accumulate(Vec& acc, Vec a, Vec b) {
 
 // max and min give b when either is NaN.
 INLINE Vec max(Vec a, Vec b) {
-#if defined(__AVX512F__)
+#if defined(EMULATE_AVX512)
+  return by_halves([](__m256 x, __m256 y, __m256) { return _mm256_max_ps(x, y); }, a, b, b);
+#elif defined(__AVX512F__)
   return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX__)
   return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
@@ -97,7 +115,9 @@ INLINE Vec max(Vec a, Vec b) {
 }
 
 INLINE Vec min(Vec a, Vec b) {
-#if defined(__AVX512F__)
+#if defined(EMULATE_AVX512)
+  return by_halves([](__m256 x, __m256 y, __m256) { return _mm256_min_ps(x, y); }, a, b, b);
+#elif defined(__AVX512F__)
   return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
 #elif defined(__AVX__)
   return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
