@@ -93,7 +93,7 @@ def run_experiment(
         baseline, feature: the two arms; their cache states must agree, except that an arm may have no cache at all.
         golden: the expected output of every request, for every seed.
         pairs: of each contrast; even, and at least `MIN_PAIRS` unless quick. On the simulated shared machine of the
-            tests, 20 pairs call a slowdown by 10% in 99 experiments of 100, 16 pairs in 96, 12 in 79, 10 in 60.
+            tests, 20 pairs call a slowdown by 10% in 99 experiments of 100, 16 pairs in 95, 12 in 79, 10 in 57.
         seeds: of the workload; two rounds share one, and the rounds go through them in turn.
         slo: objectives for the goodput.
         quick: too short to judge a time; exactness and counts are judged all the same.
