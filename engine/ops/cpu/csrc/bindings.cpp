@@ -46,8 +46,8 @@ void by_type(const Tensor& t, F f) {
   f(bf16{});
 }
 
-// The calls of one run of some ops, to be made again without Python: on a CPU what a CUDA graph is on a GPU. A call holds
-// its tensors, so their memory stays. Used as a context manager, it records what its thread runs.
+// The calls of one run of some ops, to be made again without Python: on a CPU what a CUDA graph is on a GPU. A call
+// holds its tensors, so their memory stays. Used as a context manager, it records what its thread runs.
 class Graph {
  public:
   static bool recording() { return current_ != nullptr; }
@@ -71,8 +71,8 @@ class Graph {
 
 thread_local Graph* Graph::current_ = nullptr;
 
-// Makes a call of a kernel, and records it where a graph is in the making. Everything that depends on what tensors hold,
-// rather than on their shapes, belongs into the call.
+// Makes a call of a kernel, and records it where a graph is in the making. Everything that depends on what tensors
+// hold, rather than on their shapes, belongs into the call.
 template <class Call>
 void run(Call call) {
   {
@@ -299,7 +299,8 @@ std::tuple<Tensor, Tensor> greedy(const Tensor& input) {
   Tensor ids = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   Tensor logprobs = at::empty({logits.size(0)}, logits.options());
   run([=] {
-    cpu_ops::greedy(data<const float>(logits), logits.size(0), logits.size(1), data<int64_t>(ids), data<float>(logprobs), threads());
+    cpu_ops::greedy(data<const float>(logits), logits.size(0), logits.size(1), data<int64_t>(ids),
+                    data<float>(logprobs), threads());
   });
   return {ids, logprobs};
 }
@@ -310,7 +311,8 @@ Tensor logprobs_of(const Tensor& input, const Tensor& ids_input) {
   exactly<int64_t>(ids, "token_ids");
   Tensor logprobs = at::empty({logits.size(0)}, logits.options());
   run([=] {
-    cpu_ops::logprobs_of(data<const float>(logits), logits.size(0), logits.size(1), data<const int64_t>(ids), data<float>(logprobs), threads());
+    cpu_ops::logprobs_of(data<const float>(logits), logits.size(0), logits.size(1), data<const int64_t>(ids),
+                         data<float>(logprobs), threads());
   });
   return logprobs;
 }

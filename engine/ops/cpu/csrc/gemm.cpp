@@ -18,6 +18,12 @@ struct VectorKernel {
   static constexpr int64_t K_CHAIN = 128;
   static constexpr int64_t A_BYTES = 1 << 18;
 
+  // Rows that leave registers for one panel alone read it slower than memory gives it; half of them take several panels
+  // at once, and the other half finds those in L1. Not bfloat16: its conversions would be made twice.
+  static bool better_halved(int64_t rows) {
+    return std::is_same_v<T, float> && rows > 1 && rows <= MAX_ROWS && panels_for(static_cast<int>(rows)) == 1;
+  }
+
   static int64_t a_size(int64_t rows, int64_t k) { return rows * k; }
   static int64_t panels_together(int strip_rows) { return panels_for(strip_rows); }
 
@@ -48,9 +54,9 @@ struct VectorKernel {
     });
   }
 
-  // The weight's next chunk is prefetched meanwhile, a share of it by each strip: were it the first strip's alone, memory
-  // would idle while the others compute. One strip that takes several panels at once does without: they are as many
-  // streams, which the hardware follows fast enough.
+  // The weight's next chunk is prefetched meanwhile, a share of it by each strip: were it the first strip's alone,
+  // memory would idle while the others compute. One strip that takes several panels at once does without: they are as
+  // many streams, which the hardware follows fast enough.
   template <int R, int P>
   static __attribute__((noinline)) void chain(const A* a, const T* b, int64_t b_panel, int64_t k, float* c,
                                               int64_t c_panel, bool first, int64_t strip, int64_t strips) {

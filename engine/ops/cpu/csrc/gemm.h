@@ -67,11 +67,12 @@ class TreeSum {
   int64_t leaves_ = 0;
 };
 
-// How `rows` rows split into strips: evenly, or full ones first.
+// How `rows` rows split into strips: evenly, or full ones first; a single one in two where the kernel is faster so.
 template <class Kernel>
 struct Strips {
   int64_t rows, count;
-  explicit Strips(int64_t rows) : rows(rows), count((rows + Kernel::STRIP_ROWS - 1) / Kernel::STRIP_ROWS) {}
+  explicit Strips(int64_t rows)
+      : rows(rows), count(Kernel::better_halved(rows) ? 2 : (rows + Kernel::STRIP_ROWS - 1) / Kernel::STRIP_ROWS) {}
   int64_t first(int64_t strip) const { return Kernel::EVEN_STRIPS ? strip * rows / count : strip * Kernel::STRIP_ROWS; }
   int size(int64_t strip) const {
     return static_cast<int>(std::min(strip + 1 == count ? rows : first(strip + 1), rows) - first(strip));
@@ -95,6 +96,7 @@ void write_outputs(const float* c, int64_t c_panel, int64_t rows, int panels, co
 
 // Kernel gives T (of x and the weight), A (of packed rows), Session (alive while a thread multiplies), STRIP_ROWS,
 // EVEN_STRIPS, BLOCK_ROWS, K_CHAIN, A_BYTES (of a block's rows that L2 holds while panels pass), and
+//   better_halved(rows)                                                whether one strip of these rows should be two
 //   a_size(rows, k)                                                    elements of a packed strip
 //   panels_together(rows of a strip)
 //   pack(x, x_stride, rows, shape, a)

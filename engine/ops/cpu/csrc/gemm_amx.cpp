@@ -16,6 +16,7 @@ struct AmxKernel {
   static constexpr int64_t K_CHAIN = 512;  // C is stored and loaded between chains, exactly: not part of the order
   static constexpr int64_t A_BYTES = 1 << 20;
 
+  static bool better_halved(int64_t) { return false; }
   static int64_t a_size(int64_t rows, int64_t k) { return rows * k; }
   static int64_t panels_together(int strip_rows) { return strip_rows > TILE_ROWS ? 2 : 4; }
 
