@@ -50,8 +50,7 @@ def set_up(engines: Mapping[str, Peer], facts: Mapping[str, Mapping[str, str]], 
                 "engine": name,
                 "versions": facts[name]["versions"] if name in facts else f"absent: {absent.get(name, '')}",
                 "in use": "; ".join(said) or "–",
-                "settings": peer.settings,
-                "its environment variables": " ".join(own) or "–",
+                "settings": "; ".join([peer.settings, *([f"environment: {' '.join(own)}"] if own else [])]),
             }
         )
     everyones = " ".join(f"{key}={value}" for key, value in sorted(shared))
