@@ -26,13 +26,21 @@ from lab.paths import repository_root
 from lab.peers import environments
 from lab.peers.adapter import Settings
 from lab.peers.catalogue import THIS_ENGINE, Peer, chosen, peers
-from lab.peers.contest import Field, Trial, match_rates, measured, repeated, run_contest, standings
+from lab.peers.contest import (
+    Field,
+    Trial,
+    first_differing_token,
+    match_rates,
+    measured,
+    repeated,
+    run_contest,
+    standings,
+)
 from lab.peers.environments import PeerError, preloaded, python_of
 from lab.peers.exactness import (
     alone,
     counts,
     everywhere,
-    first_difference,
     in_chunks_and_cached,
     in_company,
     survivors,
@@ -192,6 +200,12 @@ def test_the_table_of_engines_says_what_each_is_or_why_it_is_absent() -> None:
     assert "for all: A=1" in html and "B=2" in html and html.count("A=1") == 1
 
 
+def test_an_experiments_options_go_before_a_peers_own(tmp_path: Path) -> None:
+    peer = fake("fake", options={"chunk": 7, "cache": "on"})
+    with PeerProcess(peer, replace(SETTINGS, options={"chunk": 3}), ROOT, tmp_path) as process:
+        assert process.facts["options"] == "{'chunk': 3, 'cache': 'on'}"
+
+
 # ---- the contest ----------------------------------------------------------------------------------------------------
 
 
@@ -223,9 +237,9 @@ def test_arms_alternate_and_failures_are_reported(tmp_path: Path) -> None:
 
 
 def test_where_answers_part() -> None:
-    assert first_difference((1, 2, 3), [1, 2, 3]) is None
-    assert first_difference((1, 2, 3), (1, 5, 3)) == 1
-    assert first_difference((1, 2), (1, 2, 3)) == first_difference((1, 2, 3), (1, 2)) == 2
+    assert first_differing_token((1, 2, 3), [1, 2, 3]) is None
+    assert first_differing_token((1, 2, 3), (1, 5, 3)) == 1
+    assert first_differing_token((1, 2), (1, 2, 3)) == first_differing_token((1, 2, 3), (1, 2)) == 2
 
 
 def test_standings_divide_runs_of_the_same_round() -> None:

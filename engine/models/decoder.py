@@ -74,7 +74,7 @@ class Decoder:
             hidden = self._row_parallel(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
             last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if last else weights.layers[i + 1].input_norm
-            if last:  # only the rows that are sampled go on
+            if last:  # only the rows that are sampled go on, gathered by an op: a graph holds nothing else
                 hidden, residual = (ops.embedding(batch.sample_rows, rows) for rows in (hidden, residual))
             hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
         head = weights.lm_head

@@ -198,6 +198,13 @@ def standings(frame: pd.DataFrame, baseline: str) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)[columns]
 
 
+def first_differing_token(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place at which two answers differ, one that has ended included; None where they are equal."""
+    if tuple(one) == tuple(other):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def match_rates(trials: Sequence[Trial], baseline: str) -> pd.DataFrame:
     """How many outputs of each engine's first round are the baseline's, token for token, and how far the others agree.
 
@@ -210,8 +217,8 @@ def match_rates(trials: Sequence[Trial], baseline: str) -> pd.DataFrame:
         shares = []
         for name, row in requests.iterrows():
             expected, found = (list(one["token_ids"][one["num_prompt_tokens"] :]) for one in (ours[str(name)], row))
-            same = next((i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b), len(expected))
-            shares.append(same / len(expected))
+            place = first_differing_token(found, expected)
+            shares.append(1.0 if place is None else place / len(expected))
         rows.append((engine, len(shares), sum(share == 1 for share in shares), float(np.mean(shares))))
     return pd.DataFrame(rows, columns=["engine", "requests", "equal", "agreed"])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 from tqdm.auto import tqdm
 
-from lab.peers.contest import Entrant, Field
+from lab.peers.contest import Entrant, Field, first_differing_token
 from lab.peers.environments import PeerError
 
 Prompts = Mapping[str, Sequence[int]]
@@ -80,7 +80,7 @@ def survivors(field: Field, failed: dict[str, str], run: Callable[[Entrant], Non
 def _rows(entrant: Entrant, composition: str, answers: Answers, expected: Answers) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for name, answer in expected.items():
-        place = first_difference(answers[name], answer)
+        place = first_differing_token(answers[name], answer)
         rows.append(
             {
                 "engine": entrant.name,
@@ -91,13 +91,6 @@ def _rows(entrant: Entrant, composition: str, answers: Answers, expected: Answer
             }
         )
     return rows
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place at which two answers differ, one that has ended included; None where they are equal."""
-    if tuple(one) == tuple(other):
-        return None
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def counts(frame: pd.DataFrame) -> pd.DataFrame:
