@@ -38,6 +38,7 @@ from lab.peers.contest import (
 )
 from lab.peers.environments import PeerError, preloaded, python_of
 from lab.peers.exactness import (
+    Ledger,
     alone,
     counts,
     everywhere,
@@ -261,9 +262,10 @@ def test_exactness_tells_an_engine_that_minds_its_company(tmp_path: Path) -> Non
     with field_of(tmp_path, ours="Fake", theirs="Sociable") as field:
         frames = []
         for entrant in field.present():
-            expected = alone(entrant, PROMPTS, 3)
-            frames.append(in_company(entrant, PROMPTS, expected, 3, compositions=2, seed=0))
-            frames.append(in_chunks_and_cached(entrant, PROMPTS, expected, 3))
+            ledger = Ledger(tmp_path / f"{entrant.name}.jsonl", {})
+            expected = alone(entrant, PROMPTS, 3, ledger)
+            frames.append(in_company(entrant, PROMPTS, expected, 3, 2, 0, ledger))
+            frames.append(in_chunks_and_cached(entrant, PROMPTS, expected, 3, ledger))
     frame = pd.concat(frames, ignore_index=True)
     assert everywhere(frame).to_dict() == {"ours": 6, "theirs": 0}
     table = counts(frame).set_index(["engine", "composition"])["equal"]
@@ -274,11 +276,63 @@ def test_exactness_tells_an_engine_that_minds_its_company(tmp_path: Path) -> Non
     assert list(figure.data[0].z[2]) == [None] * 4 and "0/6" in figure.data[1].text
 
 
+class Counted:
+    """An engine that answers with the number of times it was asked, and fails at the ``ends``-th."""
+
+    name = "counted"
+
+    def __init__(self, ends: int = 1000) -> None:
+        self.asked, self._ends, self._known = 0, ends, 0
+
+    def reset(self) -> None:
+        self._known = 0
+
+    def answer(self, prompts: Mapping[str, Sequence[int]], max_tokens: int) -> dict[str, tuple[int, ...]]:
+        self.asked += 1
+        self._known += 1
+        if self.asked == self._ends:
+            raise PeerError("ended by hand")
+        return {name: (self._known, len(prompts)) for name in prompts}
+
+
+def count_all(entrant: Counted, ledger: Ledger) -> pd.DataFrame:
+    expected = alone(entrant, PROMPTS, 2, ledger)  # type: ignore[arg-type]
+    company = in_company(entrant, PROMPTS, expected, 2, 3, 0, ledger)  # type: ignore[arg-type]
+    return pd.concat([company, in_chunks_and_cached(entrant, PROMPTS, expected, 2, ledger)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ends", range(1, 6 + 3 + 2 * 6 + 1))
+def test_a_count_that_was_ended_goes_on_where_it_was(tmp_path: Path, ends: int) -> None:
+    path, about = tmp_path / "runs" / "counted.jsonl", {"versions": "1", "prompts": 6}
+    with pytest.raises(PeerError, match="by hand"):
+        count_all(Counted(ends), Ledger(path, about))
+    second, whole = Counted(), Counted()
+    frame = count_all(second, Ledger(path, about, resume=True))
+    half_a_pair = ends > 6 + 3 and (ends - 6 - 3) % 2 == 0
+    assert second.asked == 6 + 3 + 2 * 6 - (ends - 1) + half_a_pair
+    pd.testing.assert_frame_equal(frame, count_all(whole, Ledger(tmp_path / "whole.jsonl", about)))
+    assert set(frame.loc[frame["composition"] == "cached", "equal"]) == {False}  # the same engine, asked twice
+
+
+def test_a_count_of_other_settings_or_begun_anew_keeps_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "counted.jsonl"
+    count_all(Counted(), Ledger(path, {"versions": "1"}))
+    for about, resume, asks in (
+        ({"versions": "1"}, True, 0),
+        ({"versions": "2"}, True, 21),
+        ({"versions": "2"}, False, 21),
+    ):
+        entrant = Counted()
+        count_all(entrant, Ledger(path, about, resume))
+        assert entrant.asked == asks
+
+
 def test_an_engine_that_fails_while_exactness_is_counted_is_absent(tmp_path: Path) -> None:
     done, failed = {}, {}  # type: ignore[var-annotated]
     kinds = {"ours": "Fake", "sick": "Dying", "missing": "Unstartable", "theirs": "Sociable"}
     with field_of(tmp_path, **kinds) as field:
-        survivors(field, failed, lambda one: done.update({one.name: alone(one, PROMPTS, 2)}))
+        ledgers = {name: Ledger(tmp_path / f"{name}.jsonl", {}) for name in kinds}
+        survivors(field, failed, lambda one: done.update({one.name: alone(one, PROMPTS, 2, ledgers[one.name])}))
     assert list(done) == ["ours", "theirs"]
     assert failed["sick"].endswith("status 3: last words") and "no such library" in failed["missing"]
 

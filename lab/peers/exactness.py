@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 
 import pandas as pd
 from tqdm.auto import tqdm
@@ -16,12 +20,52 @@ Prompts = Mapping[str, Sequence[int]]
 Answers = Mapping[str, tuple[int, ...]]
 
 
-def alone(entrant: Entrant, prompts: Prompts, max_tokens: int) -> dict[str, tuple[int, ...]]:
+class Ledger:
+    """One engine's answers by piece of work, written as they come: a count that was ended can go on from there.
+
+    The file is JSON lines, the first of which says what the answers depend on.
+
+    Args:
+        path: The file; its folder is made.
+        settled_by: What the answers depend on. A file that says otherwise is begun anew.
+        resume: Go on with what the file holds; else it is begun anew in any case.
+    """
+
+    def __init__(self, path: Path, settled_by: Mapping[str, object], resume: bool = False) -> None:
+        self._path = path
+        self._pieces: dict[str, dict[str, tuple[int, ...]]] = {}
+        about = json.loads(json.dumps(settled_by))
+        lines = path.read_text(encoding="utf-8").splitlines() if resume and path.exists() else []
+        head = json.loads(lines[0]) if lines else {}
+        if head.get("settled_by") == about:
+            for line in lines[1:]:
+                piece = json.loads(line)
+                self._pieces[piece["piece"]] = {name: tuple(answer) for name, answer in piece["answers"].items()}
+        else:
+            head = {"settled_by": about, "begun": datetime.now(UTC).isoformat(timespec="minutes")}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+        self.begun: str = head["begun"]
+
+    def answers(self, piece: str, work: Callable[[], Answers]) -> Answers:
+        """What the piece was answered, or what ``work`` answers now."""
+        if piece not in self._pieces:
+            self._pieces[piece] = dict(work())
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"piece": piece, "answers": self._pieces[piece]}) + "\n")
+        return self._pieces[piece]
+
+
+def alone(entrant: Entrant, prompts: Prompts, max_tokens: int, ledger: Ledger) -> dict[str, tuple[int, ...]]:
     """Each prompt's answer when it is the only one, with nothing known from before."""
-    answers: dict[str, tuple[int, ...]] = {}
-    for name, prompt in tqdm(prompts.items(), desc=f"{entrant.name}, alone", unit="prompt"):
+
+    def ask(name: str) -> Answers:
         entrant.reset()
-        answers |= entrant.answer({name: prompt}, max_tokens)
+        return entrant.answer({name: prompts[name]}, max_tokens)
+
+    answers: dict[str, tuple[int, ...]] = {}
+    for name in tqdm(prompts, desc=f"{entrant.name}, alone", unit="prompt"):
+        answers |= ledger.answers(f"alone, {name}", partial(ask, name))
     return answers
 
 
@@ -32,6 +76,7 @@ def in_company(
     max_tokens: int,
     compositions: int,
     seed: int,
+    ledger: Ledger,
 ) -> pd.DataFrame:
     """All prompts at once, in as many orders as there are compositions: every order puts other prompts side by side.
 
@@ -39,17 +84,23 @@ def in_company(
         A row for each prompt and composition: engine, composition, prompt, equal, and differs_at (the place of the
         first token that is not as alone; NaN where all are).
     """
+
+    def ask(order: Sequence[str]) -> Answers:
+        entrant.reset()
+        return entrant.answer({name: prompts[name] for name in order}, max_tokens)
+
     rows: list[dict[str, object]] = []
     for number in tqdm(range(compositions), desc=f"{entrant.name}, in company", unit="order"):
         order = list(prompts)
         random.Random(f"{seed} {number}").shuffle(order)
-        entrant.reset()
-        answers = entrant.answer({name: prompts[name] for name in order}, max_tokens)
-        rows += _rows(entrant, f"batch {number + 1}", answers, expected)
+        composition = f"batch {number + 1}"
+        rows += _rows(entrant, composition, ledger.answers(composition, partial(ask, order)), expected)
     return pd.DataFrame(rows)
 
 
-def in_chunks_and_cached(entrant: Entrant, prompts: Prompts, expected: Answers, max_tokens: int) -> pd.DataFrame:
+def in_chunks_and_cached(
+    entrant: Entrant, prompts: Prompts, expected: Answers, max_tokens: int, ledger: Ledger
+) -> pd.DataFrame:
     """Each prompt by itself on an engine that cuts prompts into chunks, then again while it still knows the prompt.
 
     Args:
@@ -57,12 +108,19 @@ def in_chunks_and_cached(entrant: Entrant, prompts: Prompts, expected: Answers, 
         prompts: The prompts.
         expected: The answers of the same engine without them, alone.
         max_tokens: As for those.
+        ledger: Keeps the two answers of a prompt as one piece: the second depends on what the first left behind.
     """
-    rows: list[dict[str, object]] = []
-    for name, prompt in tqdm(prompts.items(), desc=f"{entrant.name}, in chunks and cached", unit="prompt"):
+    columns = ("in chunks", "cached")
+
+    def ask(name: str) -> Answers:
         entrant.reset()
-        for column in ("in chunks", "cached"):
-            rows += _rows(entrant, column, entrant.answer({name: prompt}, max_tokens), {name: expected[name]})
+        return {column: entrant.answer({name: prompts[name]}, max_tokens)[name] for column in columns}
+
+    rows: list[dict[str, object]] = []
+    for name in tqdm(prompts, desc=f"{entrant.name}, in chunks and cached", unit="prompt"):
+        both = ledger.answers(f"in chunks and cached, {name}", partial(ask, name))
+        for column in columns:
+            rows += _rows(entrant, column, {name: both[column]}, {name: expected[name]})
     return pd.DataFrame(rows)
 
 
