@@ -48,6 +48,9 @@ class EngineConfig:
         enforce_eager: True never pads decode steps to a graph's batch size; False captures and replays them: CUDA
             graphs on a GPU, the calls of the compiled kernels on a CPU (with several ranks there, or the reference ops,
             the same padded batches run without a capture). None takes graphs on a GPU alone.
+        graph_capture_sizes: Batch sizes that get a graph, ascending; ``max_num_seqs`` always does, and every decode
+            step is padded to the next. None leaves it to the ops: 1, 2, 4 and the multiples of 8, on a CPU also every
+            size up to 8.
         disaggregated: Prefill in one process and decode in another (1P1D): an engine each, with these options, its own
             KV pool, ranks and threads; the KV of every prompt travels from the first to the second.
         kv_channel: How it travels: ``nixl``, ``distributed`` (torch.distributed), or ``auto`` (NIXL where installed).
@@ -74,6 +77,7 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool | None = None
+    graph_capture_sizes: Sequence[int] | None = None
     disaggregated: bool = False
     kv_channel: Literal["auto", "nixl", "distributed"] = "auto"
     kv_transfer_timeout: float = 30.0
@@ -115,7 +119,21 @@ class EngineConfig:
             )
         if self.device == "cuda" and self.ops == "cpu":
             raise ConfigError("ops='cpu' cannot run on device='cuda'; choose 'auto', 'triton' or 'reference'")
+        self._check_graphs()
         self._check_disaggregation()
+
+    def _check_graphs(self) -> None:
+        if self.graph_capture_sizes is None:
+            return
+        sizes = tuple(self.graph_capture_sizes)
+        if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+            raise ConfigError(f"graph_capture_sizes={sizes} are not all integers; give batch sizes such as (1, 2, 4)")
+        if list(sizes) != sorted(set(sizes)) or not all(1 <= size <= self.max_num_seqs for size in sizes):
+            raise ConfigError(
+                f"graph_capture_sizes={sizes} do not ascend from at least 1 to at most max_num_seqs="
+                f"{self.max_num_seqs}; sort them, drop repeats, and leave out those no step can have"
+            )
+        object.__setattr__(self, "graph_capture_sizes", sizes)
 
     def _check_disaggregation(self) -> None:
         timeout = self.kv_transfer_timeout

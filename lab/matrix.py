@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from lab.golden import Cell, Outputs, TokenPrompts
 
 TENSOR_PARALLEL_SIZES = (1, 2)
+PADDED_SIZES = (1, 2, 4)
+"""Sizes of graphs in the matrices, beside the largest batch."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Mode:
 
         mode: dict[str, Any] = {"tensor_parallel_size": self.size, "enforce_eager": not self.graph}
         config = dataclasses.replace(llm.config, **mode, **options)
+        if self.graph:  # few sizes, so that steps are padded with any ops
+            sizes = tuple(size for size in PADDED_SIZES if size <= config.max_num_seqs)
+            config = dataclasses.replace(config, graph_capture_sizes=sizes)
         if config == llm.config:
             yield llm
             return

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.config import ConfigError
 from engine.execution.graph import bucket_sizes
 from engine.ops.cpu import CpuOps
 from lab.golden import differences, run_alone, run_cell
@@ -22,18 +23,45 @@ def padded(llm: LLM) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
+    ("max_num_seqs", "unpadded_rows", "sizes"),
     [
-        (1, (1,)),
-        (2, (1, 2)),
-        (3, (1, 2, 3)),
-        (8, (1, 2, 4, 8)),
-        (20, (1, 2, 4, 8, 16, 20)),
-        (32, (1, 2, 4, 8, 16, 24, 32)),
+        (1, 1, (1,)),
+        (2, 1, (1, 2)),
+        (3, 1, (1, 2, 3)),
+        (8, 1, (1, 2, 4, 8)),
+        (20, 1, (1, 2, 4, 8, 16, 20)),
+        (32, 1, (1, 2, 4, 8, 16, 24, 32)),
+        (1, 8, (1,)),
+        (6, 8, (1, 2, 3, 4, 5, 6)),
+        (20, 8, (1, 2, 3, 4, 5, 6, 7, 8, 16, 20)),
+        (20, 10, (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16, 20)),
     ],
 )
-def test_buckets_always_include_the_largest_batch(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
-    assert bucket_sizes(max_num_seqs) == sizes
+def test_buckets_always_include_the_largest_batch(
+    max_num_seqs: int, unpadded_rows: int, sizes: tuple[int, ...]
+) -> None:
+    assert bucket_sizes(max_num_seqs, unpadded_rows) == sizes
+
+
+def test_no_decode_step_of_up_to_8_rows_is_padded_on_a_cpu() -> None:
+    llm = LLM("random:tiny", ops="cpu", enforce_eager=False, max_num_seqs=10, num_kv_blocks=64)
+    answers = [SamplingParams(max_tokens=tokens, ignore_eos=True) for tokens in range(2, 12)]
+    llm.generate([[5 + i, 7] for i in range(10)], answers, use_tqdm=False)
+    assert {graph.bucket: (graph.count, graph.num_padded) for graph in llm.graph_replays} == {
+        **dict.fromkeys(range(1, 9), (1, 0)),
+        10: (2, 1),  # of 10 and of 9 rows
+    }
+
+
+@pytest.mark.parametrize("ops", ["reference", "cpu"])
+def test_sizes_of_graphs_can_be_chosen(ops: str) -> None:
+    options: dict[str, Any] = {"ops": ops, "enforce_eager": False, "max_num_seqs": 6, "num_kv_blocks": 64}
+    llm = LLM("random:tiny", graph_capture_sizes=[2, 3], **options)
+    assert llm.config.graph_capture_sizes == (2, 3)
+    assert [graph.bucket for graph in llm.graph_replays] == [2, 3, 6]
+    for sizes in ((0, 1), (2, 1), (1, 1), (1, 7), (1, 2.0), (True,)):
+        with pytest.raises(ConfigError, match=r"graph_capture_sizes=\(.*(integers|max_num_seqs=6)"):
+            LLM("random:tiny", graph_capture_sizes=sizes, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -46,6 +74,7 @@ def test_padding_reaches_no_request(ops: str, dtype: str) -> None:
         "max_num_seqs": 7,
         "num_kv_blocks": 40,
         "check_invariants": True,
+        "graph_capture_sizes": (1, 2, 4),
     }
     with_graphs, eager = (LLM("random:tiny", enforce_eager=eager, **options) for eager in (False, True))
     runner = with_graphs.core.runner
@@ -65,7 +94,7 @@ def test_padding_reaches_no_request(ops: str, dtype: str) -> None:
 
 
 def test_prefills_and_mixed_steps_run_as_they_come() -> None:
-    llm = LLM("random:tiny", enforce_eager=False, max_num_seqs=4, num_kv_blocks=64)
+    llm = LLM("random:tiny", enforce_eager=False, graph_capture_sizes=(4,), max_num_seqs=4, num_kv_blocks=64)
     llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=1), use_tqdm=False)
     assert sum(graph.count for graph in llm.graph_replays) == 0
     llm.generate([[5, 6, 7], [8, 9], [3] * 20], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)

@@ -185,7 +185,8 @@ class ThreadWorkers(GroupWorkers):
             thread.join()
 
 
-MODEL_OPTIONS: dict[str, Any] = {"num_kv_blocks": 64, "max_num_seqs": 6, "check_invariants": True, "num_threads": 1}
+MODEL_OPTIONS: dict[str, Any] = {"num_kv_blocks": 64, "max_num_seqs": 6, "check_invariants": True, "num_threads": 1,
+                                 "graph_capture_sizes": (1, 2, 4)}  # fmt: skip
 PROMPTS = random_prompts(5000, 9)  # 6, then 3: padded to 4
 PARAMS = SamplingParams(max_tokens=7)
 COMBINATIONS = [(ops, dtype) for ops in ("reference", "cpu") for dtype in ("float32", "bfloat16")]

@@ -9,7 +9,7 @@ exchanges no graph can hold, run on the static buffers as usual ("emulated").
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """From what runs some ops to what replays them; ``engine.ops.Ops.capture`` is one."""
 
 
-def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8, up to ``max_num_seqs``, which is always one of them."""
-    sizes = {1, 2, 4, *range(8, max_num_seqs, 8)}
+def bucket_sizes(max_num_seqs: int, unpadded_rows: int) -> tuple[int, ...]:
+    """Every size up to ``unpadded_rows``, 1, 2, 4, then multiples of 8, as far as ``max_num_seqs``, always the last."""
+    sizes = {1, 2, 4, *range(1, unpadded_rows + 1), *range(8, max_num_seqs, 8)}
     return (*sorted(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
@@ -37,7 +37,7 @@ class GraphRunner:
     Args:
         forward: The model.
         device: Where it runs.
-        max_num_seqs: Most rows of a decode step.
+        sizes: Rows that get a graph, ascending; the last is the most that a decode step has.
         max_model_len: Most tokens of a sequence.
         block_size: Tokens per KV block.
         padding_block: A block of the KV memory beyond those of the scheduler's pool.
@@ -49,13 +49,14 @@ class GraphRunner:
         forward: Forward,
         device: torch.device,
         *,
-        max_num_seqs: int,
+        sizes: Sequence[int],
         max_model_len: int,
         block_size: int,
         padding_block: int,
         capture: Capture,
     ) -> None:
         self._eager = forward
+        max_num_seqs = sizes[-1]
         rows = torch.arange(max_num_seqs + 1, device=device)
         self._padding_block, self._padding_slot = padding_block, padding_block * block_size
         width = -(-max_model_len // block_size)
@@ -72,7 +73,7 @@ class GraphRunner:
             max_context_len=max_model_len,
             query_offsets=tuple(range(max_num_seqs + 1)),
         )
-        self._counts = {size: [0, 0] for size in bucket_sizes(max_num_seqs)}
+        self._counts = {size: [0, 0] for size in sizes}
         # The largest first: the others then fit into the memory it took.
         self._graphs = {size: self._capture(size, capture) for size in sorted(self._counts, reverse=True)}
 

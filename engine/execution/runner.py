@@ -15,7 +15,7 @@ from engine.config import DEFAULT_KV_CACHE_BYTES, ConfigError, EngineConfig, Mod
 from engine.execution.batch import ForwardBatch, StepLayout
 from engine.execution.channels import make_channel, resolve_channel
 from engine.execution.communicator import Communicator, LocalGroup
-from engine.execution.graph import GraphRunner, emulate
+from engine.execution.graph import GraphRunner, bucket_sizes, emulate
 from engine.execution.parallel import make_shard
 from engine.execution.results import RunnerFacts, StepResult
 from engine.execution.sampler import sample
@@ -72,10 +72,12 @@ class ModelRunner:
             self.graphs: GraphRunner | None = None
             eager = self.ops.device.type != "cuda" if config.enforce_eager is None else config.enforce_eager
             if not eager:
+                sizes = config.graph_capture_sizes
+                sizes = bucket_sizes(config.max_num_seqs, self.ops.unpadded_rows) if sizes is None else sizes
                 self.graphs = GraphRunner(
                     decoder.forward,
                     self.ops.device,
-                    max_num_seqs=config.max_num_seqs,
+                    sizes=sorted({*sizes, config.max_num_seqs}),
                     max_model_len=max_model_len,
                     block_size=config.block_size,
                     padding_block=self.num_kv_blocks,

@@ -33,6 +33,8 @@ class Ops(Protocol):
     isa: str
     dtype: torch.dtype
     device: torch.device
+    unpadded_rows: int
+    """Up to how many rows every size of a decode step is worth a graph of its own."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, num_leaves: int = 1) -> Any:
         """Bring a [N, K] weight (any float dtype) into the backend's own layout.

@@ -39,6 +39,7 @@ class ReferenceOps(PlainKV):
 
     name = "reference"
     isa = "any"
+    unpadded_rows = 1
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype

@@ -58,6 +58,7 @@ class CpuOps:
     """
 
     name = "cpu"
+    unpadded_rows = 8  # arithmetic counts on a CPU from a few rows on, and a capture costs one step
 
     def __init__(self, dtype: torch.dtype, device: torch.device, isa: str | None = None) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
