@@ -80,7 +80,7 @@ class VectorProducts {
     std::copy(k_tiles, k_tiles + P, b);
     std::copy(v_tiles, v_tiles + P, ahead);
     Accumulators<R, P> acc;
-    multiply<R, P>(acc, queries + first * head_dim_, 1, R, b, ahead, head_dim_);
+    multiply<R, P>(acc, queries + first * head_dim_, 1, R, b, head_dim_, {ahead});
     write<R, P>(acc, out + first * STEP_KEYS, STEP_KEYS);
   }
 
@@ -95,7 +95,7 @@ class VectorProducts {
         b[i] = v_tiles[tile] + (d + i * PANEL) * PANEL;
         ahead[i] = next_tiles[tile] + (d + i * PANEL) * PANEL;
       }
-      multiply<R, P>(acc, p + first * STEP_KEYS + tile * PANEL, STEP_KEYS, 1, b, ahead, PANEL);
+      multiply<R, P>(acc, p + first * STEP_KEYS + tile * PANEL, STEP_KEYS, 1, b, PANEL, {ahead});
     }
     write<R, P>(acc, out + first * head_dim_ + d, head_dim_);
   }

@@ -67,8 +67,9 @@ struct VectorKernel {
       ahead[p] = panels[p] + K_CHAIN * PANEL + share * B_ROW<T>;
     }
     Accumulators<R, P> acc;
-    cpu_ops::multiply<R, P>(acc, a, 1, R, panels, P == 1 || strips > 1 ? ahead : nullptr, k,
-                             (B_ROW<T> + strips - 1) / strips);
+    const bool foreseen = P > 1 && strips == 1;
+    cpu_ops::multiply<R, P>(acc, a, 1, R, panels, k,
+                            {foreseen ? nullptr : ahead, (B_ROW<T> + strips - 1) / strips});
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8

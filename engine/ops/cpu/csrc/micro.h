@@ -13,6 +13,8 @@
 // a few integer operations per row of B and no shuffles.
 #pragma once
 
+#include <utility>
+
 #include "vec.h"
 
 namespace cpu_ops {
@@ -67,7 +69,7 @@ INLINE void multiply_row(Accumulators<R, P>& acc, const float* a, int64_t a_row,
 #pragma GCC unroll 8
       for (int v = 0; v < LANES_16; v++) columns[p][v] = column(p0 + p, v);
     // Read a again for the next panels: the compiler would keep all R multipliers and spill accumulators.
-    asm("" : "+r"(a));
+    if constexpr (!ALL_PANELS_FIT) asm("" : "+r"(a));
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       const Vec x = broadcast(a[r * a_row]);
@@ -79,39 +81,56 @@ INLINE void multiply_row(Accumulators<R, P>& acc, const float* a, int64_t a_row,
   }
 }
 
-template <int P, class T>
-INLINE void prefetch_row(const T* const* ahead, int64_t at) {
-  if (ahead == nullptr) return;
+// Rows of B in one turn of the loop. A core that two threads share decodes half as many instructions for each, too few
+// for the FMA units unless nearly all of them are FMAs and their operands.
+template <class T>
+constexpr int TURN = REGISTERS == 32 ? 1 : 4 / K_STEP<T>;
+
+// What is prefetched meanwhile, so that memory comes in at the pace of the arithmetic: row j of B goes with
+// `panels[p] + j * row`.
+template <class T>
+struct Ahead {
+  const T* const* panels = nullptr;  // null: nothing
+  int64_t row = B_ROW<T>;
+};
+
+// f(j) for every j below n.
+template <int P, class T, class F>
+INLINE void in_turns(int64_t n, const Ahead<T>& ahead, F f) {
+  const int64_t whole = n / TURN<T> * TURN<T>;
+  for (int64_t j = 0; j < whole; j += TURN<T>) {
+    if (ahead.panels != nullptr)
 #pragma GCC unroll 8
-  for (int p = 0; p < P; p++) __builtin_prefetch(ahead[p] + at);
+      for (int i = 0; i < TURN<T> * P; i++) __builtin_prefetch(ahead.panels[i % P] + (j + i / P) * ahead.row);
+    [&]<int... I>(std::integer_sequence<int, I...>) INLINED { (f(j + I), ...); }(
+        std::make_integer_sequence<int, TURN<T>>{});
+  }
+  for (int64_t j = whole; j < n; j++) f(j);
 }
 
-// acc += A (element (r, k) at a[r * a_row + k * a_k]) times B (panel p at b[p], its rows one after the other). Unless
-// ahead is null, row j also prefetches ahead[p] + j * ahead_row: memory comes in at the pace of the arithmetic.
+// acc += A (element (r, k) at a[r * a_row + k * a_k]) times B (panel p at b[p], its rows one after the other).
 template <int R, int P>
 INLINE void multiply(Accumulators<R, P>& acc, const float* a, int64_t a_row, int64_t a_k, const float* const (&b)[P],
-                     const float* const* ahead, int64_t k, int64_t ahead_row = B_ROW<float>) {
-  for (int64_t j = 0; j < k; j++) {
-    prefetch_row<P>(ahead, j * ahead_row);
-    multiply_row(acc, a + j * a_k, a_row, [&](int p, int v) { return load(b[p] + j * B_ROW<float> + v * LANES); });
-  }
+                     int64_t k, const Ahead<float>& ahead) {
+  in_turns<P>(k, ahead, [&](int64_t j) INLINED {
+    const auto column = [&](int p, int v) INLINED { return load(b[p] + j * B_ROW<float> + v * LANES); };
+    multiply_row(acc, a + j * a_k, a_row, column);
+  });
 }
 
 template <int R, int P>
 INLINE void multiply(Accumulators<R, P>& acc, const float* a, int64_t a_row, int64_t a_k, const bf16* const (&b)[P],
-                     const bf16* const* ahead, int64_t k, int64_t ahead_row = B_ROW<bf16>) {
-  const auto pair = [&](int64_t j, int p, int v) {
+                     int64_t k, const Ahead<bf16>& ahead) {
+  const auto pair = [&](int64_t j, int p, int v) INLINED {
     UVec bits;
     memcpy(&bits, b[p] + j * B_ROW<bf16> + v * 2 * LANES, sizeof bits);
     return bits;
   };
-  for (int64_t j = 0; j < k / 2; j++) {
-    prefetch_row<P>(ahead, j * ahead_row);
-    multiply_row(acc, a + 2 * j * a_k, a_row, [&](int p, int v) { return even_half(pair(j, p, v)); });
-    int64_t again = j;
-    asm("" : "+r"(again));  // load the pairs again for the odd k: keeping them would spill accumulators
-    multiply_row(acc, a + (2 * j + 1) * a_k, a_row, [&](int p, int v) { return odd_half(pair(again, p, v)); });
-  }
+  in_turns<P>(k / 2, ahead, [&](int64_t j) INLINED {
+    multiply_row(acc, a + 2 * j * a_k, a_row, [&](int p, int v) INLINED { return even_half(pair(j, p, v)); });
+    asm("" : "+r"(j));  // load the pairs again for the odd k: keeping them would spill accumulators
+    multiply_row(acc, a + (2 * j + 1) * a_k, a_row, [&](int p, int v) INLINED { return odd_half(pair(j, p, v)); });
+  });
 }
 
 }  // namespace

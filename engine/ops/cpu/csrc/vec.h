@@ -21,7 +21,8 @@
 #include <arm_neon.h>
 #endif
 
-#define INLINE inline __attribute__((always_inline))
+#define INLINE inline INLINED
+#define INLINED __attribute__((always_inline))  // of a lambda
 
 namespace cpu_ops {
 namespace {  // internal: each instruction set is its own library with its own copies
