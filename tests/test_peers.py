@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine import LLM, SamplingParams
 from engine.models.gguf_import import _hf_name, _undo_rope_interleaving
+from lab.drive import drive
 from lab.figures import exactness as exactness_figure
 from lab.figures import race
 from lab.paths import repository_root
@@ -49,7 +50,7 @@ from lab.peers.exactness import (
 from lab.peers.gguf_file import write_gguf
 from lab.peers.host import replay, serve
 from lab.peers.process import PeerProcess
-from lab.peers.tables import ahead_of, set_up
+from lab.peers.tables import ahead_of, set_up, step_costs
 from lab.workload import Workload, WorkloadRequest
 from tests.peer_adapters import Failing, Fake, Slow
 
@@ -314,6 +315,25 @@ def test_a_count_that_was_ended_goes_on_where_it_was(tmp_path: Path, ends: int) 
     assert set(frame.loc[frame["composition"] == "cached", "equal"]) == {False}  # the same engine, asked twice
 
 
+def test_a_count_without_time_reports_what_is_known(tmp_path: Path) -> None:
+    def counted(ends: int) -> pd.DataFrame:
+        path = tmp_path / f"{ends}.jsonl"
+        with pytest.raises(PeerError, match="by hand"):
+            count_all(Counted(ends), Ledger(path, {}))
+        entrant = Counted()
+        frame = count_all(entrant, Ledger(path, {}, resume=True, patience_s=0))
+        assert entrant.asked == 0
+        return frame
+
+    with pytest.raises(PeerError, match="4 of 6 prompts alone"):
+        counted(5)
+    with pytest.raises(PeerError, match="no batch"):
+        counted(7)
+    assert counted(9).groupby("composition").size().to_dict() == {"batch 1": 6, "batch 2": 6}
+    some = counted(15).groupby("composition").size()
+    assert some.to_dict() == {"batch 1": 6, "batch 2": 6, "batch 3": 6, "in chunks": 2, "cached": 2}
+
+
 def test_a_count_of_other_settings_or_begun_anew_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "counted.jsonl"
     count_all(Counted(), Ledger(path, {"versions": "1"}))
@@ -342,6 +362,18 @@ def test_a_model_without_a_gguf_form_makes_its_readers_absent(tmp_path: Path) ->
     settings = Settings("random:tiny", "float32", 1, 4, 128, 1024, (2,))
     with pytest.raises(PeerError, match="no GGUF file of the model: random:tiny has random weights"):
         PeerProcess(peer, settings, ROOT, tmp_path)
+
+
+def test_the_cost_of_steps_adds_up() -> None:
+    llm = LLM("random:tiny", max_num_seqs=4, num_kv_blocks=64, max_num_batched_tokens=8, enable_prefix_caching=False)
+    record = drive(llm.core, workload((0.0, 0.0, 0.0), tokens=6))
+    table = step_costs(record).set_index("step")
+    # 8 of the 9 prompt tokens, then the last one beside two decodes.
+    assert table.index.tolist() == ["decode, 1 row", "decode, 3 rows", "with prompt tokens, 4 of them on average"]
+    assert table["steps"].tolist() == [1, 4, 2] and table["share"].sum() == pytest.approx(1)
+    seconds = (record.steps["end"] - record.steps["start"]).sum()
+    assert (table["token"] * [1, 12, 11]).sum() == pytest.approx(seconds)
+    assert table["median"].iloc[0] == table["token"].iloc[0] == pytest.approx(table["share"].iloc[0] * seconds)
 
 
 def test_who_is_ahead_is_told_also_where_it_ran_once() -> None:

@@ -24,8 +24,8 @@ class Peer:
             are found are used, and named among the facts.
         needs_gguf: It reads no Hugging Face folder.
         options: Further settings, by the peer's own names.
-        chunked: Options under which prompts are computed in chunks of 32 and repeats come from the cache; None where
-            it has neither.
+        chunked: Options under which prompts are computed in other chunks (of 32, this engine's of 16) and repeats come
+            from the cache; None where it has neither.
         settings: What its documentation recommends, and what is used.
     """
 
@@ -73,11 +73,11 @@ def peers(threads: int) -> tuple[Peer, ...]:
             THIS_ENGINE,
             "lab.peers.adapters.this_engine:ThisEngine",
             "",
-            "documented for a CPU, few rows and short gaps: decode steps as graphs, steps of at most 64 tokens; else "
+            "documented for a CPU, few rows and short gaps: decode steps as graphs, steps of at most 32 tokens; else "
             "its defaults, prefix caching among them",
             variables=openmp,
-            options={"enforce_eager": False, "max_num_batched_tokens": 64},
-            chunked={"max_num_batched_tokens": _CHUNK},
+            options={"enforce_eager": False, "max_num_batched_tokens": 32},
+            chunked={"max_num_batched_tokens": 16},
         ),
         Peer(
             VLLM,

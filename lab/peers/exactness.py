@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -29,10 +30,14 @@ class Ledger:
         path: The file; its folder is made.
         settled_by: What the answers depend on. A file that says otherwise is begun anew.
         resume: Go on with what the file holds; else it is begun anew in any case.
+        patience_s: After so many seconds from now nothing new is asked: the count ends as far as it came.
     """
 
-    def __init__(self, path: Path, settled_by: Mapping[str, object], resume: bool = False) -> None:
+    def __init__(
+        self, path: Path, settled_by: Mapping[str, object], resume: bool = False, patience_s: float = math.inf
+    ) -> None:
         self._path = path
+        self._end = time.monotonic() + patience_s
         self._pieces: dict[str, dict[str, tuple[int, ...]]] = {}
         about = json.loads(json.dumps(settled_by))
         lines = path.read_text(encoding="utf-8").splitlines() if resume and path.exists() else []
@@ -47,9 +52,11 @@ class Ledger:
             path.write_text(json.dumps(head) + "\n", encoding="utf-8")
         self.begun: str = head["begun"]
 
-    def answers(self, piece: str, work: Callable[[], Answers]) -> Answers:
-        """What the piece was answered, or what ``work`` answers now."""
+    def answers(self, piece: str, work: Callable[[], Answers]) -> Answers | None:
+        """What the piece was answered, or what ``work`` answers now; None after the time given."""
         if piece not in self._pieces:
+            if time.monotonic() >= self._end:
+                return None
             self._pieces[piece] = dict(work())
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"piece": piece, "answers": self._pieces[piece]}) + "\n")
@@ -57,7 +64,11 @@ class Ledger:
 
 
 def alone(entrant: Entrant, prompts: Prompts, max_tokens: int, ledger: Ledger) -> dict[str, tuple[int, ...]]:
-    """Each prompt's answer when it is the only one, with nothing known from before."""
+    """Each prompt's answer when it is the only one, with nothing known from before.
+
+    Raises:
+        PeerError: The ledger's time was over before the last.
+    """
 
     def ask(name: str) -> Answers:
         entrant.reset()
@@ -65,7 +76,10 @@ def alone(entrant: Entrant, prompts: Prompts, max_tokens: int, ledger: Ledger) -
 
     answers: dict[str, tuple[int, ...]] = {}
     for name in tqdm(prompts, desc=f"{entrant.name}, alone", unit="prompt"):
-        answers |= ledger.answers(f"alone, {name}", partial(ask, name))
+        answer = ledger.answers(f"alone, {name}", partial(ask, name))
+        if answer is None:
+            raise PeerError(f"{len(answers)} of {len(prompts)} prompts alone were all it answered in the time given")
+        answers |= answer
     return answers
 
 
@@ -80,9 +94,13 @@ def in_company(
 ) -> pd.DataFrame:
     """All prompts at once, in as many orders as there are compositions: every order puts other prompts side by side.
 
+    Raises:
+        PeerError: The ledger's time was over before the first.
+
     Returns:
         A row for each prompt and composition: engine, composition, prompt, equal, and differs_at (the place of the
-        first token that is not as alone; NaN where all are).
+        first token that is not as alone; NaN where all are). Compositions for which the ledger's time was too short
+        are missing.
     """
 
     def ask(order: Sequence[str]) -> Answers:
@@ -94,7 +112,12 @@ def in_company(
         order = list(prompts)
         random.Random(f"{seed} {number}").shuffle(order)
         composition = f"batch {number + 1}"
-        rows += _rows(entrant, composition, ledger.answers(composition, partial(ask, order)), expected)
+        answers = ledger.answers(composition, partial(ask, order))
+        if answers is None:
+            break
+        rows += _rows(entrant, composition, answers, expected)
+    if not rows:
+        raise PeerError("no batch was answered in the time given")
     return pd.DataFrame(rows)
 
 
@@ -119,6 +142,8 @@ def in_chunks_and_cached(
     rows: list[dict[str, object]] = []
     for name in tqdm(prompts, desc=f"{entrant.name}, in chunks and cached", unit="prompt"):
         both = ledger.answers(f"in chunks and cached, {name}", partial(ask, name))
+        if both is None:
+            break
         for column in columns:
             rows += _rows(entrant, column, {name: both[column]}, {name: expected[name]})
     return pd.DataFrame(rows)

@@ -10,6 +10,7 @@ from pandas.io.formats.style import Styler
 
 from lab.metrics import Better
 from lab.peers.catalogue import Peer
+from lab.record import RunRecord
 from lab.results import Gate, readable
 
 
@@ -55,6 +56,36 @@ def set_up(engines: Mapping[str, Peer], facts: Mapping[str, Mapping[str, str]], 
         )
     everyones = " ".join(f"{key}={value}" for key, value in sorted(shared))
     return shown(pd.DataFrame(rows), f"The engines and how each is set up; for all: {everyones}")
+
+
+def step_costs(record: RunRecord) -> pd.DataFrame:
+    """Where this engine's time goes, by what a step computes.
+
+    Returns:
+        A row for each number of decoding requests without a prefill, then one for all steps with prompt tokens: step
+        (what it computes), steps (how many), share (of the time in steps), median (s), token (s, over all tokens).
+    """
+    prompt = record.scheduled[record.scheduled["phase"] == "prefill"].groupby("step")["num_tokens"].sum()
+    steps = record.steps.assign(seconds=record.steps["end"] - record.steps["start"])
+    with_prompt = steps["step"].isin(prompt.index)
+    rows = []
+    for rows_of_step, part in steps[~with_prompt].groupby("num_tokens"):
+        rows.append((f"decode, {rows_of_step} row{'s' if rows_of_step != 1 else ''}", part))
+    rows.append((f"with prompt tokens, {prompt.mean():.0f} of them on average", steps[with_prompt]))
+    return pd.DataFrame(
+        [
+            (
+                name,
+                len(part),
+                part["seconds"].sum() / steps["seconds"].sum(),
+                part["seconds"].median(),
+                part["seconds"].sum() / part["num_tokens"].sum(),
+            )
+            for name, part in rows
+            if len(part)
+        ],
+        columns=["step", "steps", "share", "median", "token"],
+    )
 
 
 def ahead_of(table: pd.DataFrame) -> pd.DataFrame:
