@@ -436,7 +436,7 @@ def test_adapters_give_the_models_greedy_answers(tiny_llama: Path, tmp_path: Pat
     settings = Settings(str(tiny_llama), "float32", 1, 4, 128, 1024, (END,))
     with PeerProcess(peer, settings, ROOT, tmp_path) as started:
         assert started.answer(PROMPTS, 12) == expected
-        assert alone(started, PROMPTS, 12) == expected
+        assert alone(started, PROMPTS, 12, Ledger(tmp_path / "answers.jsonl", {})) == expected
         record = started.replay(workload((0.0, 0.0, 0.05, 0.1, 0.1, 0.1), tokens=9))
         assert list(record.requests["num_output_tokens"]) == [9] * 6
 
