@@ -44,13 +44,12 @@ def set_up(engines: Mapping[str, Peer], facts: Mapping[str, Mapping[str, str]], 
     shared = set.intersection(*(set(peer.variables.items()) for peer in engines.values()))
     rows = []
     for name, peer in engines.items():
-        said = [f"{key}: {value}" for key, value in facts.get(name, {}).items() if key != "versions"]
+        said = [value if key == "versions" else f"{key}: {value}" for key, value in facts.get(name, {}).items()]
         own = [f"{key}={value}" for key, value in peer.variables.items() if (key, value) not in shared]
         rows.append(
             {
                 "engine": name,
-                "versions": facts[name]["versions"] if name in facts else f"absent: {absent.get(name, '')}",
-                "in use": "; ".join(said) or "–",
+                "versions and what is in use": "; ".join(said) or f"absent: {absent.get(name, '')}",
                 "settings": "; ".join([peer.settings, *([f"environment: {' '.join(own)}"] if own else [])]),
             }
         )
