@@ -91,6 +91,11 @@ class ReportPaths:
         return self.reports / "runs" / self.name
 
     @property
+    def kept(self) -> Path:
+        """What a run leaves for the next one, which does not clear it (not committed)."""
+        return self.reports / "kept" / (f"quick_{self.name}" if self.quick else self.name)
+
+    @property
     def design_note(self) -> Path:
         return self.reports / "design" / f"{self.name}.md"
 

@@ -118,6 +118,16 @@ def test_a_quick_report_is_marked_and_leaves_full_evidence_alone(root: Path, mon
     assert "The report shows a later quick run: passed" in (root / "reports/index.html").read_text()
 
 
+def test_a_run_clears_the_records_of_the_last_and_not_what_that_kept_for_it(root: Path) -> None:
+    paths = put(root, notebook("# Stage"))
+    for folder in (paths.records, paths.kept, replace(paths, quick=True).kept):
+        folder.mkdir(parents=True)
+        (folder / "old").write_text(folder.name)
+    assert main(["report"]) == 0
+    assert not (paths.records / "old").exists() and (paths.kept / "old").exists()
+    assert (replace(paths, quick=True).kept / "old").read_text() != (paths.kept / "old").read_text()
+
+
 def test_ctrl_c_keeps_what_was_recorded_and_exits_with_130(root: Path) -> None:
     paths = put(
         root,
