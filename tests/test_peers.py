@@ -307,6 +307,8 @@ def test_a_count_that_was_ended_goes_on_where_it_was(tmp_path: Path, ends: int) 
     path, about = tmp_path / "runs" / "counted.jsonl", {"versions": "1", "prompts": 6}
     with pytest.raises(PeerError, match="by hand"):
         count_all(Counted(ends), Ledger(path, about))
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"piece": "half a li')  # killed while it wrote
     second, whole = Counted(), Counted()
     frame = count_all(second, Ledger(path, about, resume=True))
     half_a_pair = ends > 6 + 3 and (ends - 6 - 3) % 2 == 0

@@ -40,7 +40,12 @@ class Ledger:
         self._end = time.monotonic() + patience_s
         self._pieces: dict[str, dict[str, tuple[int, ...]]] = {}
         about = json.loads(json.dumps(settled_by))
-        lines = path.read_text(encoding="utf-8").splitlines() if resume and path.exists() else []
+        lines: list[str] = []
+        if resume and path.exists():
+            text = path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line
+            path.write_text(whole, encoding="utf-8")
+            lines = whole.splitlines()
         head = json.loads(lines[0]) if lines else {}
         if head.get("settled_by") == about:
             for line in lines[1:]:
