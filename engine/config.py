@@ -50,7 +50,7 @@ class EngineConfig:
             the same padded batches run without a capture). None takes graphs on a GPU alone.
         graph_capture_sizes: Batch sizes that get a graph, ascending; ``max_num_seqs`` always does, and every decode
             step is padded to the next. None leaves it to the ops: 1, 2, 4 and the multiples of 8, on a CPU also every
-            size up to 8.
+            size up to 8. Excludes ``enforce_eager=True``.
         disaggregated: Prefill in one process and decode in another (1P1D): an engine each, with these options, its own
             KV pool, ranks and threads; the KV of every prompt travels from the first to the second.
         kv_channel: How it travels: ``nixl``, ``distributed`` (torch.distributed), or ``auto`` (NIXL where installed).
@@ -123,11 +123,17 @@ class EngineConfig:
         self._check_disaggregation()
 
     def _check_graphs(self) -> None:
-        if self.graph_capture_sizes is None:
+        sizes = self.graph_capture_sizes
+        if sizes is None:
             return
-        sizes = tuple(self.graph_capture_sizes)
-        if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
-            raise ConfigError(f"graph_capture_sizes={sizes} are not all integers; give batch sizes such as (1, 2, 4)")
+        if self.enforce_eager:
+            raise ConfigError(
+                f"graph_capture_sizes={sizes!r} needs graphs, which enforce_eager=True turns off; drop one"
+            )
+        integers = isinstance(sizes, list | tuple) and all(type(size) is int for size in sizes)
+        if not integers:
+            raise ConfigError(f"graph_capture_sizes={sizes!r} is no list of integers; give sizes such as (1, 2, 4)")
+        sizes = tuple(sizes)
         if list(sizes) != sorted(set(sizes)) or not all(1 <= size <= self.max_num_seqs for size in sizes):
             raise ConfigError(
                 f"graph_capture_sizes={sizes} do not ascend from at least 1 to at most max_num_seqs="

@@ -42,11 +42,14 @@ class Mode:
         """``llm`` in this mode, with ``options``: itself where it is, else another engine of its model meanwhile."""
         from engine import LLM
 
-        mode: dict[str, Any] = {"tensor_parallel_size": self.size, "enforce_eager": not self.graph}
+        most = options.get("max_num_seqs", llm.config.max_num_seqs)
+        mode: dict[str, Any] = {
+            "tensor_parallel_size": self.size,
+            "enforce_eager": not self.graph,
+            # Few sizes, so that steps are padded with any ops.
+            "graph_capture_sizes": tuple(size for size in PADDED_SIZES if size <= most) if self.graph else None,
+        }
         config = dataclasses.replace(llm.config, **mode, **options)
-        if self.graph:  # few sizes, so that steps are padded with any ops
-            sizes = tuple(size for size in PADDED_SIZES if size <= config.max_num_seqs)
-            config = dataclasses.replace(config, graph_capture_sizes=sizes)
         if config == llm.config:
             yield llm
             return

@@ -59,9 +59,11 @@ def test_sizes_of_graphs_can_be_chosen(ops: str) -> None:
     llm = LLM("random:tiny", graph_capture_sizes=[2, 3], **options)
     assert llm.config.graph_capture_sizes == (2, 3)
     assert [graph.bucket for graph in llm.graph_replays] == [2, 3, 6]
-    for sizes in ((0, 1), (2, 1), (1, 1), (1, 7), (1, 2.0), (True,)):
-        with pytest.raises(ConfigError, match=r"graph_capture_sizes=\(.*(integers|max_num_seqs=6)"):
+    for sizes in ((0, 1), (2, 1), (1, 1), (1, 7), (1, 2.0), (True,), 4, "12", {1: 2}):
+        with pytest.raises(ConfigError, match=r"graph_capture_sizes=.*(integers|max_num_seqs=6)"):
             LLM("random:tiny", graph_capture_sizes=sizes, **options)
+    with pytest.raises(ConfigError, match=r"graph_capture_sizes=\(1, 2\) needs graphs, which enforce_eager=True"):
+        LLM("random:tiny", graph_capture_sizes=(1, 2), **options | {"enforce_eager": True})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -74,9 +76,9 @@ def test_padding_reaches_no_request(ops: str, dtype: str) -> None:
         "max_num_seqs": 7,
         "num_kv_blocks": 40,
         "check_invariants": True,
-        "graph_capture_sizes": (1, 2, 4),
     }
-    with_graphs, eager = (LLM("random:tiny", enforce_eager=eager, **options) for eager in (False, True))
+    with_graphs = LLM("random:tiny", enforce_eager=False, graph_capture_sizes=(1, 2, 4), **options)
+    eager = LLM("random:tiny", enforce_eager=True, **options)
     runner = with_graphs.core.runner
     execute, padding_block = runner.execute, runner.num_kv_blocks
 

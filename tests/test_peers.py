@@ -43,6 +43,7 @@ from lab.peers.exactness import (
     alone,
     counts,
     everywhere,
+    extent,
     in_chunks_and_cached,
     in_company,
     survivors,
@@ -329,11 +330,16 @@ def test_a_count_without_time_reports_what_is_known(tmp_path: Path) -> None:
 
     with pytest.raises(PeerError, match="4 of 6 prompts alone"):
         counted(5)
-    with pytest.raises(PeerError, match="no batch"):
+    with pytest.raises(PeerError, match="none of 3 batches within 0 minutes; give it more"):
         counted(7)
     assert counted(9).groupby("composition").size().to_dict() == {"batch 1": 6, "batch 2": 6}
-    some = counted(15).groupby("composition").size()
-    assert some.to_dict() == {"batch 1": 6, "batch 2": 6, "batch 3": 6, "in chunks": 2, "cached": 2}
+    some = counted(15)
+    assert some.groupby("composition").size().to_dict() == {
+        "batch 1": 6, "batch 2": 6, "batch 3": 6, "in chunks": 2, "cached": 2,
+    }  # fmt: skip
+    assert (
+        extent(some, 6) == "3, 2 in part" and extent(some[~some["composition"].isin(["cached", "in chunks"])], 6) == "3"
+    )
 
 
 def test_a_count_of_other_settings_or_begun_anew_keeps_nothing(tmp_path: Path) -> None:

@@ -72,12 +72,12 @@ class ModelRunner:
             self.graphs: GraphRunner | None = None
             eager = self.ops.device.type != "cuda" if config.enforce_eager is None else config.enforce_eager
             if not eager:
-                sizes = config.graph_capture_sizes
-                sizes = bucket_sizes(config.max_num_seqs, self.ops.unpadded_rows) if sizes is None else sizes
+                chosen = config.graph_capture_sizes
+                default = bucket_sizes(config.max_num_seqs, self.ops.unpadded_rows)
                 self.graphs = GraphRunner(
                     decoder.forward,
                     self.ops.device,
-                    sizes=sorted({*sizes, config.max_num_seqs}),
+                    sizes=default if chosen is None else sorted({*chosen, config.max_num_seqs}),
                     max_model_len=max_model_len,
                     block_size=config.block_size,
                     padding_block=self.num_kv_blocks,

@@ -37,6 +37,7 @@ class Ledger:
         self, path: Path, settled_by: Mapping[str, object], resume: bool = False, patience_s: float = math.inf
     ) -> None:
         self._path = path
+        self.patience_s = patience_s
         self._end = time.monotonic() + patience_s
         self._pieces: dict[str, dict[str, tuple[int, ...]]] = {}
         about = json.loads(json.dumps(settled_by))
@@ -83,7 +84,7 @@ def alone(entrant: Entrant, prompts: Prompts, max_tokens: int, ledger: Ledger) -
     for name in tqdm(prompts, desc=f"{entrant.name}, alone", unit="prompt"):
         answer = ledger.answers(f"alone, {name}", partial(ask, name))
         if answer is None:
-            raise PeerError(f"{len(answers)} of {len(prompts)} prompts alone were all it answered in the time given")
+            raise PeerError(f"only {len(answers)} of {len(prompts)} prompts alone {_in_time(ledger)}")
         answers |= answer
     return answers
 
@@ -122,7 +123,7 @@ def in_company(
             break
         rows += _rows(entrant, composition, answers, expected)
     if not rows:
-        raise PeerError("no batch was answered in the time given")
+        raise PeerError(f"none of {compositions} batches {_in_time(ledger)}")
     return pd.DataFrame(rows)
 
 
@@ -179,6 +180,17 @@ def _rows(entrant: Entrant, composition: str, answers: Answers, expected: Answer
             }
         )
     return rows
+
+
+def _in_time(ledger: Ledger) -> str:
+    return f"within {ledger.patience_s / 60:g} minutes; give it more, and let it go on with what is kept"
+
+
+def extent(frame: pd.DataFrame, num_prompts: int) -> str:
+    """How far one engine's count came: the compositions of all prompts, and those that time cut short."""
+    prompts = counts(frame)["prompts"]
+    whole = int((prompts == num_prompts).sum())
+    return f"{whole}, {len(prompts) - whole} in part" if whole < len(prompts) else str(whole)
 
 
 def counts(frame: pd.DataFrame) -> pd.DataFrame:

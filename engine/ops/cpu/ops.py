@@ -108,7 +108,7 @@ class CpuOps:
         elements = self._kernels.kv_block_elements(block_size, num_kv_heads, head_dim, self.dtype == torch.bfloat16)
         empty = torch.empty((num_blocks, elements), dtype=self.dtype, device=self.device)
         tensor: Tensor = self._kernels.with_huge_pages(empty)
-        # Written once now: else the first prompts wait for the pages, 4% of a prompt's time.
+        # Written once now: else the first prompts wait until the system has found and cleared the pages.
         return PagedKV(tensor.zero_(), block_size, num_kv_heads)
 
     def kv_bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int) -> int:
