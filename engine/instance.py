@@ -37,6 +37,10 @@ Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 _POLL_S = 0.001
 _GONE = "the {} instance is gone; make a new engine"
+_UNREACHED = (
+    "the decode instance cannot reach the prefill instance's KV memory (its own messages say why); ask again, the "
+    "connection is made anew"
+)
 
 
 @dataclass(frozen=True)
@@ -317,7 +321,8 @@ class DecodeInstance(_Instance):
         assert isinstance(core.scheduler.source, ReceivedKV)
         self._source = core.scheduler.source
         self._timeout = setup.config.kv_transfer_timeout
-        self._peer.send("connect")
+        self._connecting = False
+        self._connect()
 
     def _on_offer(self, message: Message) -> None:
         request = request_from_wire(message["request"])
@@ -330,6 +335,8 @@ class DecodeInstance(_Instance):
             self._peer.send("released", transfer=message["transfer"])
             return
         self._source.expect(request, Offer(message["transfer"], tuple(message["blocks"])))
+        if not self._source.connected and not self._connecting:
+            self._connect()
 
     def _on_abort(self, message: Message) -> None:
         request = self._core.abort(message["id"])
@@ -338,8 +345,11 @@ class DecodeInstance(_Instance):
         self._front.send("gone", id=message["id"])
 
     def _on_channel(self, message: Message) -> None:
-        self._transfers.connect(self._host, [address.encode() for address in message["addresses"]])
-        self._source.connected = True
+        self._connecting = False
+        addresses = [address.encode() for address in message["addresses"]]
+        self._source.connected = self._transfers.connect(self._host, addresses)
+        if not self._source.connected:
+            self._fail_waiting(_UNREACHED)
 
     def _patience(self) -> float | None:
         return _POLL_S if self._source.in_flight else None
@@ -368,7 +378,19 @@ class DecodeInstance(_Instance):
                 self._core.forget(failed.request_id)
                 self._front.send("failed", id=failed.request_id, error=why)
         if self._peer_is_there:
-            self._peer.send("connect")
+            self._connect()
+
+    def _connect(self) -> None:
+        self._connecting = True
+        self._peer.send("connect")
+
+    def _fail_waiting(self, why: str) -> None:
+        """End the requests whose transfers have not begun."""
+        for request in self._source.waiting:
+            self._core.abort(request.request_id)
+            self._source.withdraw(request)
+            self._front.send("failed", id=request.request_id, error=why)
+        self._tell_ended()
 
     def _report(self, output: StepOutput) -> None:
         self._tell_ended()  # full hits are begun and ended by the step itself
@@ -381,10 +403,7 @@ class DecodeInstance(_Instance):
 
     def _peer_lost(self) -> None:
         self._disconnect(_GONE.format("prefill"))
-        for request in self._source.waiting:
-            self._core.abort(request.request_id)
-            self._source.withdraw(request)
-            self._front.send("failed", id=request.request_id, error=_GONE.format("prefill"))
+        self._fail_waiting(_GONE.format("prefill"))
 
     def _num_in_flight(self) -> int:
         return len(self._source.in_flight)

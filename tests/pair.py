@@ -27,6 +27,7 @@ class FakeChannel:
         self.in_flight: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._outcomes: dict[int, PullOutcome] = {}
         self.serving = False
+        self.is_reachable = True
         self.num_blocks_moved = 0
 
     def between(self, source: FakeRunner, target: FakeRunner) -> None:
@@ -35,8 +36,9 @@ class FakeChannel:
     def open(self, host: str) -> list[bytes]:
         return [b"fake"]
 
-    def connect(self, host: str, addresses: Sequence[bytes]) -> None:
+    def connect(self, host: str, addresses: Sequence[bytes]) -> bool:
         assert list(addresses) == [b"fake"]
+        return self.is_reachable
 
     def pull(self, transfer_id: int, source: Sequence[int], target: Sequence[int]) -> None:
         self.in_flight[transfer_id] = (tuple(source), tuple(target))

@@ -82,6 +82,11 @@ class Pairs(RuleBasedStateMachine):
             self.failing |= {one.request_id for one in self.pair.decode._source.held()}
             self.pair.channel.fail(data.draw(st.sampled_from(sorted(self.pair.channel.in_flight)), label="failed"))
 
+    @rule(reachable=st.booleans())
+    def reach(self, reachable: bool) -> None:
+        """Whether the next connection, at the start or after a failure, can be made."""
+        self.pair.channel.is_reachable = reachable
+
     @rule(transfer_id=st.integers(0, 20))
     def confirm_late(self, transfer_id: int) -> None:
         """A confirmation of a transfer that is not in flight changes nothing."""
@@ -119,7 +124,8 @@ class Pairs(RuleBasedStateMachine):
             assert name in self.pair.reasons, f"request {name} never ended"
             assert self.pair.tokens[name] == expected(one, MAX_MODEL_LEN)
         for name, error in self.pair.errors.items():
-            assert name in self.failing or "leaves no room" in error or "can need" in error, error
+            known = ("leaves no room", "can need", "cannot reach")
+            assert name in self.failing or any(words in error for words in known), error
         moved = sum(one["num_blocks"] for one in self.pair.transfers if one["completed"])
         assert moved == self.pair.channel.num_blocks_moved
         assert sum(one["num_bytes"] for one in self.pair.transfers) == 10 * moved
@@ -235,6 +241,21 @@ def test_a_transfer_that_never_ends_fails_its_request_and_the_next_one_is_right(
     pair.add(again)
     pair.settle()
     assert pair.tokens["again"] == expected(again) and all_is_free(pair)
+
+
+def test_an_instance_that_cannot_be_reached_fails_what_waits_and_is_tried_anew() -> None:
+    pair = Pair()
+    pair.channel.is_reachable = False
+    for name in ("first", "second"):
+        pair.add(request(name, 9, 5))
+        pair.settle()
+        assert "cannot reach the prefill instance's KV memory" in pair.errors[name] and all_is_free(pair)
+        assert len(pair.tokens[name]) == 1
+    pair.channel.is_reachable = True
+    third = request("third", 9, 5)
+    pair.add(third)
+    pair.settle()
+    assert pair.tokens["third"] == expected(third) and all_is_free(pair) and len(pair.errors) == 2
 
 
 def test_what_the_cache_did_while_nothing_could_be_computed_goes_to_the_next_step() -> None:

@@ -74,7 +74,7 @@ class NixlChannel:
     def __init__(self, memory: Sequence[Tensor]) -> None:
         api = _nixl()
         self._memory = memory
-        self._lock = threading.Lock()  # the agent is not thread-safe
+        self._lock = threading.Condition()  # the agent is not thread-safe; notified when there may be work
         self._agent: Any = api.nixl_agent(
             uuid.uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         )
@@ -83,7 +83,6 @@ class NixlChannel:
         self._lists: list[Any] = []
         self._handles: dict[int, tuple[Any, int, float]] = {}
         self._outcomes: dict[int, PullOutcome] = {}
-        self._work = threading.Event()
         self._serving = self._closed = False
         self._thread = threading.Thread(target=self._progress, name="nixl", daemon=True)
         self._thread.start()
@@ -95,7 +94,10 @@ class NixlChannel:
     def connect(self, address: bytes) -> None:
         other = json.loads(address)
         with self._lock:
-            name = self._agent.add_remote_agent(base64.b64decode(other["agent"]))
+            try:
+                name = self._agent.add_remote_agent(base64.b64decode(other["agent"]))
+            except Exception as error:  # nixl's errors have no common base
+                raise ConnectionError(f"NIXL: {type(error).__name__}: {error}") from error
             self._peer = name.decode() if isinstance(name, bytes) else name
             ends = (("", self._regions(), self._device()), (self._peer, other["regions"], other["device"]))
             self._lists = [
@@ -116,21 +118,23 @@ class NixlChannel:
                 handle = self._agent.make_prepped_xfer("READ", self._lists[0], mine, self._lists[1], theirs)
                 self._handles[transfer_id] = (handle, num_bytes, began)
                 self._see(transfer_id, self._agent.transfer(handle))
-            except Exception as error:  # nixl's errors have no common base
+            except Exception as error:
                 _say_failed(transfer_id, error)
                 self._outcomes[transfer_id] = _FAILED
-        self._work.set()
+            self._lock.notify()
 
     def outcomes(self, transfer_ids: Sequence[int]) -> list[PullOutcome]:
         return _asked_for(self._outcomes, transfer_ids)
 
     def serve(self, active: bool) -> None:
-        self._serving = active
-        self._work.set()
+        with self._lock:
+            self._serving = active
+            self._lock.notify()
 
     def close(self) -> None:
-        self._closed = True
-        self._work.set()
+        with self._lock:
+            self._closed = True
+            self._lock.notify()
         self._thread.join()
         for transfer_id, (handle, _, _) in self._handles.items():
             _quietly(lambda handle=handle: self._agent.release_xfer_handle(handle))  # type: ignore[misc]
@@ -153,10 +157,10 @@ class NixlChannel:
 
     def _progress(self) -> None:
         while True:
-            self._work.wait()
-            if self._closed:
-                return
             with self._lock:
+                self._lock.wait_for(lambda: self._closed or self._serving or self._handles)
+                if self._closed:
+                    return
                 if self._serving:
                     self._agent.get_new_notifs()
                 for transfer_id, (handle, _, _) in tuple(self._handles.items()):
@@ -165,9 +169,6 @@ class NixlChannel:
                     except Exception as error:
                         _say_failed(transfer_id, error)
                         self._see(transfer_id, "ERR")
-                if not self._handles and not self._serving:
-                    self._work.clear()
-                    continue
             time.sleep(_POLL_S)
 
     def _see(self, transfer_id: int, state: str) -> None:
@@ -202,8 +203,11 @@ class DistributedChannel:
 
     def connect(self, address: bytes) -> None:
         host, port = json.loads(address)
-        self._store = dist.TCPStore(host, port, timeout=_MEET_TIMEOUT)
-        self._group = self._meet(1)
+        try:
+            self._store = dist.TCPStore(host, port, timeout=_MEET_TIMEOUT)
+            self._group = self._meet(1)
+        except RuntimeError as error:
+            raise ConnectionError(f"torch.distributed: {error}") from error
         self._run(self._receive)
 
     def pull(self, transfer_id: int, source: Sequence[int], target: Sequence[int]) -> None:

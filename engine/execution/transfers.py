@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -55,10 +56,14 @@ class Transfers:
         rows = self._everywhere(Operation.OPEN, _pack({"host": host}))
         return [row[1:].tobytes()[: row[0]] for row in rows]
 
-    def connect(self, host: str, addresses: Sequence[bytes]) -> None:
-        """A new channel on every rank, connected to the other instance's."""
+    def connect(self, host: str, addresses: Sequence[bytes]) -> bool:
+        """A new channel on every rank, connected to the other instance's; False, and none, where one cannot be."""
         encoded = [base64.b64encode(address).decode() for address in addresses]
-        self._everywhere(Operation.CONNECT, _pack({"host": host, "addresses": encoded}))
+        rows = self._everywhere(Operation.CONNECT, _pack({"host": host, "addresses": encoded}))
+        connected = all(row[0] for row in rows)
+        if not connected:
+            self.close()
+        return connected
 
     def pull(self, transfer_id: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Begin to copy the other instance's blocks ``source`` into this one's ``target``."""
@@ -105,7 +110,7 @@ class Transfers:
         elif operation is Operation.CONNECT:
             told = _unpack(payload)
             self._renew(told["host"])
-            self._open_channel.connect(base64.b64decode(told["addresses"][self._group.rank]))
+            result[0] = self._connect(base64.b64decode(told["addresses"][self._group.rank]))
         elif operation is Operation.PULL:
             transfer_id, count = payload[:2]
             self._open_channel.pull(transfer_id, payload[2 : 2 + count], payload[2 + count :])
@@ -124,6 +129,14 @@ class Transfers:
     def _open_channel(self) -> KVChannel:
         assert self._channel is not None, "there is no channel to the other instance"
         return self._channel
+
+    def _connect(self, address: bytes) -> bool:
+        try:
+            self._open_channel.connect(address)
+        except ConnectionError as error:
+            print(f"rank {self._group.rank} cannot reach the other instance: {error}", file=sys.stderr, flush=True)
+            return False
+        return True
 
     def _renew(self, host: str) -> None:
         self._close()

@@ -36,7 +36,11 @@ class KVChannel(Protocol):
         """What the other end needs to ``connect`` to this one."""
 
     def connect(self, address: bytes) -> None:
-        """Reach the end whose ``address`` this is; only the side that pulls does."""
+        """Reach the end whose ``address`` this is; only the side that pulls does.
+
+        Raises:
+            ConnectionError: It cannot be reached; it may just have ended.
+        """
 
     def pull(self, transfer_id: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Begin to copy the other end's blocks ``source`` into this one's blocks ``target``, in every layer."""
@@ -57,8 +61,8 @@ class KVTransfers(Protocol):
     def open(self, host: str) -> list[bytes]:
         """New channels; their addresses by rank."""
 
-    def connect(self, host: str, addresses: Sequence[bytes]) -> None:
-        """New channels, connected to the other instance's, by rank."""
+    def connect(self, host: str, addresses: Sequence[bytes]) -> bool:
+        """New channels, connected to the other instance's, by rank; False, and none, where one cannot be."""
 
     def pull(self, transfer_id: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Begin a transfer on every rank."""
