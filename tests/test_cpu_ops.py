@@ -31,7 +31,7 @@ from tests.test_ops_contract import MANY, Paged, normal, relative_error, same_bi
 
 BF16, FLOAT, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
 CELLS = [(isa, dtype) for isa in ("avx512", "avx512-emulated", "avx2", "portable") for dtype in (FLOAT, BF16)]
-CELLS += [(isa, BF16) for isa in ("amx", "amx-emulated")]  # float32 takes the vector kernels there too
+CELLS += [(isa, BF16) for isa in ("amx", "amx-emulated", "avx512_bf16", "avx512_bf16-emulated")]  # float32: as above
 
 
 def cpu_ops(isa: str, dtype: torch.dtype) -> CpuOps:
@@ -277,13 +277,15 @@ def test_the_best_instruction_set_is_chosen() -> None:
     assert choose_isa(environ={}, flags=()).name == "portable"
     assert choose_isa(environ={}, flags=AVX2).name == "avx2"
     assert choose_isa(environ={}, flags=AVX512).name == "avx512"
+    assert choose_isa(environ={}, flags=AVX512 | {"avx512_bf16"}).name == "avx512_bf16"
     assert choose_isa(environ={ISA_VARIABLE: "portable"}, flags=AVX2).name == "portable"
     assert choose_isa("avx2", {ISA_VARIABLE: "portable"}, AVX2).name == "avx2"
     assert choose_isa(environ={ISA_VARIABLE: ""}, flags=AVX2).name == "avx2"
 
 
 def test_wrong_instruction_sets_are_refused_by_name() -> None:
-    with pytest.raises(IsaError, match=r"unknown instruction set 'sse9'.*choose one of amx, avx512, avx2, portable"):
+    names = "amx, avx512_bf16, avx512, avx2, portable"
+    with pytest.raises(IsaError, match=rf"unknown instruction set 'sse9'.*choose one of {names}"):
         choose_isa("sse9")
     with pytest.raises(IsaError, match=rf"'neon'.*{ISA_VARIABLE}"):
         choose_isa(environ={ISA_VARIABLE: "neon"})

@@ -35,16 +35,18 @@ ISAS: Mapping[str, Isa] = {
     isa.name: isa
     for isa in (
         Isa("amx", (*_AVX512_FLAGS, "amx_tile", "amx_bf16"), (*_AVX512, "-DWITH_AMX"), matrix_unit=True),
+        Isa("avx512_bf16", (*_AVX512_FLAGS, "avx512_bf16"), (*_AVX512, "-mavx512bf16")),
         Isa("avx512", _AVX512_FLAGS, _AVX512),
         Isa("avx2", ("avx2", "fma"), _AVX2),
         Isa("portable", (), ()),
         # The AVX-512 kernels with each vector in two halves, so that they can be tested without it; for tests.
+        Isa("avx512_bf16-emulated", ("avx2", "fma"), (*_AVX2, "-DEMULATE_AVX512", "-DEMULATE_BF16_DOT")),
         Isa("avx512-emulated", ("avx2", "fma"), (*_AVX2, "-DEMULATE_AVX512")),
         # The tile instructions in plain C++, so that the AMX kernels can be tested anywhere; for tests, slow.
         Isa("amx-emulated", (), ("-DWITH_AMX", "-DEMULATE_AMX"), matrix_unit=True),
     )
 }
-_BEST_FIRST = ("amx", "avx512", "avx2", "portable")
+_BEST_FIRST = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

@@ -1,4 +1,4 @@
-// The vector linear: weights packed in panels, activations in float32 strips, micro.h in between.
+// The vector linear: weights packed in panels, activations in strips, micro.h in between.
 #include "gemm.h"
 
 #include "micro.h"
@@ -6,11 +6,13 @@
 namespace cpu_ops {
 namespace {
 
-// A strip of R rows is [k][R] float32, so that a step of k reads its R multipliers from one place.
+// A strip of R rows is [k][R] float32, so that a step of k reads its R multipliers from one place; where bfloat16 pairs
+// are multiplied as they are, [k / 2][R][2] bf16.
 template <class Element>
 struct VectorKernel {
+  static constexpr bool PAIRS = BF16_DOT && std::is_same_v<Element, bf16>;
   using T = Element;
-  using A = float;
+  using A = std::conditional_t<PAIRS, bf16, float>;
   struct Session {};
   static constexpr int STRIP_ROWS = MAX_ROWS;
   static constexpr bool EVEN_STRIPS = true;  // 7 rows as 4 + 3: no strip with too few chains
@@ -33,10 +35,21 @@ struct VectorKernel {
       for (int64_t leaf = 0; leaf < shape.leaves; leaf++) {
         const T* const from = x + leaf * shape.leaf_k;
         A* const to = a + leaf * shape.leaf_k_padded * R;
-        for (int64_t i = 0; i < shape.leaf_k; i++)
+        if constexpr (PAIRS) {
+          for (int64_t i = 0; i + 1 < shape.leaf_k; i += 2)
 #pragma GCC unroll 16
-          for (int row = 0; row < R; row++) to[i * R + row] = to_float(from[row * x_stride + i]);
-        std::fill(to + shape.leaf_k * R, to + shape.leaf_k_padded * R, 0.0f);
+            for (int row = 0; row < R; row++) memcpy(to + i * R + row * 2, from + row * x_stride + i, 2 * sizeof(A));
+          if (const int64_t last = shape.leaf_k - 1; last % 2 == 0)
+            for (int row = 0; row < R; row++) {
+              to[last * R + row * 2] = from[row * x_stride + last];
+              to[last * R + row * 2 + 1] = A{};
+            }
+        } else {
+          for (int64_t i = 0; i < shape.leaf_k; i++)
+#pragma GCC unroll 16
+            for (int row = 0; row < R; row++) to[i * R + row] = to_float(from[row * x_stride + i]);
+          std::fill(to + shape.leaf_k * R, to + shape.leaf_k_padded * R, 0.0f);
+        }
       }
     });
   }
@@ -68,8 +81,11 @@ struct VectorKernel {
     }
     Accumulators<R, P> acc;
     const bool foreseen = P > 1 && strips == 1;
-    cpu_ops::multiply<R, P>(acc, a, 1, R, panels, k,
-                            {foreseen ? nullptr : ahead, (B_ROW<T> + strips - 1) / strips});
+    const Ahead<T> next{foreseen ? nullptr : ahead, (B_ROW<T> + strips - 1) / strips};
+    if constexpr (PAIRS)
+      multiply_pairs<R, P>(acc, reinterpret_cast<const uint32_t*>(a), panels, k, next);
+    else
+      cpu_ops::multiply<R, P>(acc, a, 1, R, panels, k, next);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8

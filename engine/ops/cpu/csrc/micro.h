@@ -10,7 +10,8 @@
 //
 // B rows are float [16], or bf16 pairs [16][2] of two consecutive k. A pair is one 32-bit load: the low half, shifted
 // up, is the even k as float32; the high half alone is the odd one. A bf16 weight is thus read at half the bytes, with
-// a few integer operations per row of B and no shuffles.
+// a few integer operations per row of B and no shuffles. Where the CPU multiplies such pairs itself (BF16_DOT) and A is
+// in bf16 pairs too, nothing is converted: one instruction a pair, two k to a link of the chain.
 #pragma once
 
 #include <utility>
@@ -40,21 +41,6 @@ template <int R, int P>
 struct Accumulators {
   Vec v[R][P][LANES_16] = {};
 };
-
-// The two bfloat16 of each 32-bit lane as float32.
-INLINE Vec even_half(UVec pair) { return bit_cast<Vec>(pair << 16); }
-
-INLINE Vec odd_half(UVec pair) {
-  if constexpr (REGISTERS == 32) {
-    return bit_cast<Vec>(pair & 0xffff0000u);
-  } else {
-    UVec high = pair >> 16;  // two shifts: a mask would hold a register, and none is free
-#if defined(__x86_64__)
-    asm("" : "+x"(high));  // keep the compiler from turning them into a mask
-#endif
-    return bit_cast<Vec>(high << 16);
-  }
-}
 
 // acc += a(., k) times one row of B, `column(p, v)` being the row's vectors as float32.
 template <int R, int P, class Column>
@@ -130,6 +116,25 @@ INLINE void multiply(Accumulators<R, P>& acc, const float* a, int64_t a_row, int
     multiply_row(acc, a + 2 * j * a_k, a_row, [&](int p, int v) INLINED { return even_half(pair(j, p, v)); });
     asm("" : "+r"(j));  // load the pairs again for the odd k: keeping them would spill accumulators
     multiply_row(acc, a + (2 * j + 1) * a_k, a_row, [&](int p, int v) INLINED { return odd_half(pair(j, p, v)); });
+  });
+}
+
+// The same for A in pairs: those of (r, k) and (r, k + 1) are the 32 bits at a[k / 2 * R + r].
+template <int R, int P>
+INLINE void multiply_pairs(Accumulators<R, P>& acc, const uint32_t* a, const bf16* const (&b)[P], int64_t k,
+                           const Ahead<bf16>& ahead) {
+  in_turns<P>(k / 2, ahead, [&](int64_t j) INLINED {
+    UVec columns[P][LANES_16];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) memcpy(columns[p], b[p] + j * B_ROW<bf16>, sizeof columns[p]);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const UVec x = UVec{} + a[j * R + r];
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANES_16; v++) accumulate_pairs(acc.v[r][p][v], x, columns[p][v]);
+    }
   });
 }
 
