@@ -10,9 +10,9 @@ namespace {
 // are multiplied as they are, [k / 2][R][2] bf16.
 template <class Element>
 struct VectorKernel {
-  static constexpr bool PAIRS = BF16_DOT && std::is_same_v<Element, bf16>;
   using T = Element;
-  using A = std::conditional_t<PAIRS, bf16, float>;
+  using A = Multiplier<T>;
+  static constexpr bool PAIRS = std::is_same_v<A, bf16>;
   struct Session {};
   static constexpr int STRIP_ROWS = MAX_ROWS;
   static constexpr bool EVEN_STRIPS = true;  // 7 rows as 4 + 3: no strip with too few chains
@@ -83,7 +83,7 @@ struct VectorKernel {
     const bool foreseen = P > 1 && strips == 1;
     const Ahead<T> next{foreseen ? nullptr : ahead, (B_ROW<T> + strips - 1) / strips};
     if constexpr (PAIRS)
-      multiply_pairs<R, P>(acc, reinterpret_cast<const uint32_t*>(a), panels, k, next);
+      multiply_pairs<R, P>(acc, a, 2, R, panels, k, next);
     else
       cpu_ops::multiply<R, P>(acc, a, 1, R, panels, k, next);
 #pragma GCC unroll 16

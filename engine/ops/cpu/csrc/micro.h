@@ -119,17 +119,19 @@ INLINE void multiply(Accumulators<R, P>& acc, const float* a, int64_t a_row, int
   });
 }
 
-// The same for A in pairs: those of (r, k) and (r, k + 1) are the 32 bits at a[k / 2 * R + r].
+// The same for A in bfloat16 pairs: those of (r, k) and (r, k + 1) are at a + r * a_row + k * a_k, strides in bfloat16.
 template <int R, int P>
-INLINE void multiply_pairs(Accumulators<R, P>& acc, const uint32_t* a, const bf16* const (&b)[P], int64_t k,
-                           const Ahead<bf16>& ahead) {
+INLINE void multiply_pairs(Accumulators<R, P>& acc, const bf16* a, int64_t a_row, int64_t a_k,
+                           const bf16* const (&b)[P], int64_t k, const Ahead<bf16>& ahead) {
   in_turns<P>(k / 2, ahead, [&](int64_t j) INLINED {
     UVec columns[P][LANES_16];
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) memcpy(columns[p], b[p] + j * B_ROW<bf16>, sizeof columns[p]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      const UVec x = UVec{} + a[j * R + r];
+      uint32_t pair;
+      memcpy(&pair, a + r * a_row + 2 * j * a_k, sizeof pair);
+      const UVec x = UVec{} + pair;
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++)
 #pragma GCC unroll 8

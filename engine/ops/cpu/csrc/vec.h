@@ -54,6 +54,10 @@ constexpr bool BF16_DOT = true;
 constexpr bool BF16_DOT = false;
 #endif
 
+// In what the vector kernels hold the A operand of a product whose B is of T.
+template <class T>
+using Multiplier = std::conditional_t<BF16_DOT && std::is_same_v<T, bf16>, bf16, float>;
+
 // Consecutive k side by side in a B operand: bfloat16 comes in pairs, one 32-bit lane each.
 template <class T>
 constexpr int K_STEP = std::is_same_v<T, bf16> ? 2 : 1;
