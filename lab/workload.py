@@ -25,7 +25,7 @@ import argparse
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,6 +93,11 @@ class Workload:
     requests: tuple[WorkloadRequest, ...]
     spec_hash: str
     content_hash: str
+
+    def saturated(self) -> "Workload":
+        """The same requests, all due at the start: no engine is so fast that it waits for the next one."""
+        requests = tuple(replace(request, arrival_s=0.0) for request in self.requests)
+        return replace(self, requests=requests, content_hash=_content_hash(requests))
 
     def lengths(self) -> pd.DataFrame:
         """A row per request: request_id, arrival_s, num_prompt_tokens (NaN for text), num_output_tokens (the limit)."""
@@ -224,8 +229,8 @@ class WorkloadSpec:
             except ValueError as error:
                 raise WorkloadError(f"{self.path}: classes[{index}] ({request_class.name}): {error}") from error
         requests.sort(key=lambda request: request.arrival_s)  # stable: ties stay in the file's order
-        content_hash = _sha256([r.request_id, r.arrival_s, r.prompt, r.max_tokens, r.ignore_eos] for r in requests)
-        return Workload(self.name, self.file.description, seed, tuple(requests), self.spec_hash, content_hash)
+        chosen = tuple(requests)
+        return Workload(self.name, self.file.description, seed, chosen, self.spec_hash, _content_hash(chosen))
 
 
 def load_workload(path: Path | str) -> WorkloadSpec:
@@ -333,6 +338,10 @@ def _remedy(details: Any) -> str:
         return "is missing; add it"
     message: str = details["msg"]
     return message if details["type"] == "invalid" else f"{message.replace('Input should', 'must')}; change it"
+
+
+def _content_hash(requests: tuple[WorkloadRequest, ...]) -> str:
+    return _sha256([r.request_id, r.arrival_s, r.prompt, r.max_tokens, r.ignore_eos] for r in requests)
 
 
 def _sha256(parts: Any) -> str:

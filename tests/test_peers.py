@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -51,6 +52,7 @@ from lab.peers.exactness import (
 from lab.peers.gguf_file import write_gguf
 from lab.peers.host import replay, serve
 from lab.peers.process import PeerProcess
+from lab.peers.step_tokens import step_tokens
 from lab.peers.tables import ahead_of, set_up, step_costs
 from lab.workload import Workload, WorkloadRequest
 from tests.peer_adapters import Failing, Fake, Slow
@@ -495,3 +497,19 @@ def test_the_engine_answers_as_it_does_without_the_adapter(tmp_path: Path) -> No
     with PeerProcess(peer, settings, ROOT, tmp_path) as started:
         answers = started.answer(PROMPTS, 6)
     assert answers == {name: output.token_ids for name, output in zip(PROMPTS, outputs, strict=True)}
+
+
+def test_a_step_has_as_many_tokens_as_fit_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which a prompt's token takes a millisecond."""
+    clock = [0.0]
+    generate = LLM.generate
+
+    def timed(self: LLM, prompts: Any, *arguments: Any, **options: Any) -> Any:
+        clock[0] += 1e-3 * len(prompts[0])
+        return generate(self, prompts, *arguments, **options)
+
+    monkeypatch.setattr(LLM, "generate", timed)
+    monkeypatch.setattr("lab.peers.step_tokens.time.perf_counter", lambda: clock[0])
+    shape = {"num_kv_blocks": 64, "max_num_seqs": 4}
+    found = {gap: step_tokens(gap, "random:tiny", **shape) for gap in (0.001, 0.065, 0.1, 0.129, 0.2, 1.0)}
+    assert found == {0.001: 32, 0.065: 64, 0.1: 64, 0.129: 128, 0.2: 128, 1.0: 256}

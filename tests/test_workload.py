@@ -258,6 +258,17 @@ def test_a_trace_can_give_only_the_arrivals(tmp_path: Path) -> None:
         build(tmp_path, {**CHAT, "count": 5, "trace": TRACE["trace"], "arrival": {"process": "trace"}})
 
 
+def test_a_saturated_workload_asks_the_same_at_once() -> None:
+    built = load_workload(WORKLOADS / "mixed_lengths.yaml").build(512, 4096)
+    saturated = built.saturated()
+    assert {request.arrival_s for request in saturated.requests} == {0.0} != {r.arrival_s for r in built.requests}
+    same = ("request_id", "prompt", "max_tokens", "ignore_eos")
+    assert [[getattr(r, name) for name in same] for r in saturated.requests] == [
+        [getattr(r, name) for name in same] for r in built.requests
+    ]
+    assert saturated.content_hash != built.content_hash and saturated.saturated() == saturated
+
+
 # --------------------------------------------------------------------------------------------------- the stages' files
 
 

@@ -73,10 +73,10 @@ def peers(threads: int) -> tuple[Peer, ...]:
             THIS_ENGINE,
             "lab.peers.adapters.this_engine:ThisEngine",
             "",
-            "documented for a CPU, few rows and short gaps: decode steps as graphs, steps of at most 32 tokens; else "
-            "its defaults, prefix caching among them",
+            "documented for a CPU, few rows and short gaps: decode steps as graphs, in the contest steps of as many "
+            "tokens as this machine computes in 0.1 s (32 to 256); else its defaults, prefix caching among them",
             variables=openmp,
-            options={"enforce_eager": False, "max_num_batched_tokens": 32},
+            options={"enforce_eager": False},
             chunked={"max_num_batched_tokens": 16},
         ),
         Peer(
