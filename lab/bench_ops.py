@@ -43,6 +43,7 @@ PREFILL = 2000
 COLD_BYTES = 192 << 20
 CACHED_BYTES = 8 << 20
 BLOCK = 16
+_LONG_CALL_S = 0.05
 CPU = torch.device("cpu")
 HOW_TO_READ = """A ratio is torch's time over ours, of the same round (above 1 is faster). "times read" is our time over
 the time that reading the same bytes from memory takes; "cached" is the same call over KV that lies in the last-level
@@ -74,14 +75,17 @@ def alternate(arms: Sequence[Arm], seconds: float) -> list[list[float]]:
 
     An arm's turn is as many calls as take about 2 ms, so that what the other arm left in the caches matters little. A
     pause before each lets the other arm's idle threads go to sleep: libgomp's spin for milliseconds, on a core. One
-    untimed call, where calls are short, then wakes this arm's own threads, as a step's earlier ops do.
+    untimed call, unless calls are so long that it matters little, then wakes this arm's own threads, as a step's
+    earlier ops do: that can take most of a millisecond.
     """
-    calls = []
+    calls, wakes = [], []
     for arm in arms:
         arm()
         start = time.perf_counter()
         arm()
-        calls.append(max(1, round(0.002 / (time.perf_counter() - start))))
+        once = time.perf_counter() - start
+        calls.append(max(1, round(0.002 / once)))
+        wakes.append(once < _LONG_CALL_S)
     rounds: list[list[float]] = []
     end = time.perf_counter() + seconds
     while len(rounds) < 3 or (time.perf_counter() < end and len(rounds) < 200):
@@ -89,7 +93,7 @@ def alternate(arms: Sequence[Arm], seconds: float) -> list[list[float]]:
         for index in range(len(arms)) if len(rounds) % 2 == 0 else reversed(range(len(arms))):
             if torch.get_num_threads() > 1:
                 time.sleep(0.01)
-            if calls[index] > 1:
+            if wakes[index]:
                 arms[index]()
             start = time.perf_counter()
             for _ in range(calls[index]):
