@@ -349,3 +349,27 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert run_python(code) == "0"
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="nowhere to keep apart")
+def test_workers_keep_off_their_callers_cpu() -> None:
+    """Some kernels wake a thread beside its waker rather than on an idle CPU: the two would then take turns."""
+    code = """
+import os, torch
+from engine.ops.cpu import CpuOps
+torch.set_num_threads(2)
+ops = CpuOps(torch.float32, torch.device('cpu'))
+cpus = os.sched_getaffinity(0)
+def tasks(): return {int(task) for task in os.listdir('/proc/self/task')}
+x = torch.ones(1000, 64)
+def call(): ops.silu_mul(x)
+before = tasks()
+call()
+[worker] = tasks() - before
+for cpu in [*cpus, *cpus]:
+    os.sched_setaffinity(0, {cpu})
+    call()
+    assert os.sched_getaffinity(worker) == cpus - {cpu} or len(cpus) == 1
+print('apart')
+"""
+    assert run_python(code) == "apart"

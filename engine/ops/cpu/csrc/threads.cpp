@@ -6,6 +6,7 @@
 #include <chrono>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace cpu_ops {
 namespace {
@@ -44,7 +45,14 @@ class Pool {
   void run(int threads, Tasks& tasks, void (*body)(const void*, Tasks&), const void* context) {
     const std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
     if (!lock.owns_lock()) return body(context, tasks);
-    for (; workers_ < threads - 1; workers_++) std::thread([this] { work(); }).detach();
+    if (workers_.empty()) sched_getaffinity(0, sizeof allowed_, &allowed_);
+    while (static_cast<int>(workers_.size()) < threads - 1) {
+      std::thread worker([this] { work(); });
+      workers_.push_back(worker.native_handle());
+      worker.detach();
+      shunned_ = NONE;
+    }
+    shun(sched_getcpu());
     tasks_ = &tasks;
     body_ = body;
     context_ = context;
@@ -60,6 +68,19 @@ class Pool {
 
  private:
   static constexpr uint64_t OPEN = 1ull << 31, JOINED = OPEN - 1;
+  static constexpr int NONE = -1;
+
+  // Keeps the workers off the caller's CPU `cpu`, if there is another. A kernel wakes a thread where its waker runs when
+  // it takes the thread for light, or the idle CPUs for costly to wake (a guest's halted ones): the two then take turns
+  // on one CPU until a tick finds them there, milliseconds later.
+  void shun(int cpu) {
+    if (cpu == shunned_ || cpu == NONE) return;
+    cpu_set_t others = allowed_;
+    CPU_CLR(cpu, &others);
+    shunned_ = cpu;
+    if (CPU_COUNT(&others) == 0) return;
+    for (const pthread_t worker : workers_) pthread_setaffinity_np(worker, sizeof others, &others);
+  }
 
   [[noreturn]] void work() {
     uint32_t seen = 0;
@@ -81,7 +102,9 @@ class Pool {
   }
 
   std::mutex busy_;
-  int workers_ = 0;
+  std::vector<pthread_t> workers_;
+  cpu_set_t allowed_{};  // the process's CPUs
+  int shunned_ = NONE;
   Tasks* tasks_ = nullptr;
   void (*body_)(const void*, Tasks&) = nullptr;
   const void* context_ = nullptr;
