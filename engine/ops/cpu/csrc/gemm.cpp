@@ -16,7 +16,7 @@ struct VectorKernel {
   struct Session {};
   static constexpr int STRIP_ROWS = MAX_ROWS;
   static constexpr bool EVEN_STRIPS = true;  // 7 rows as 4 + 3: no strip with too few chains
-  static constexpr int64_t BLOCK_ROWS = 40 * MAX_ROWS;
+  static constexpr int64_t BLOCK_ROWS = 240;
   static constexpr int64_t K_CHAIN = 128;
   static constexpr int64_t A_BYTES = 1 << 18;
 
@@ -54,16 +54,15 @@ struct VectorKernel {
     });
   }
 
-  static void multiply(const A* a, int rows, int64_t a_k, const T* b, int64_t b_panel, int panels, int64_t k, float* c,
-                       int64_t c_panel, bool first, int64_t strip, int64_t strips) {
+  static void multiply(const A* a, int rows, int64_t a_k, const T* b, int64_t b_panel, int panels, int64_t k,
+                       const Sums& sums, int64_t strip, int64_t strips) {
     with_constant<MAX_ROWS>(rows, [&](auto r) {
       constexpr int R = r, P = panels_for(R);
       int p = 0;
       for (; p + P <= panels; p += P)
-        chain<R, P>(a + a_k * R, b + p * b_panel, b_panel, k, c + p * c_panel, c_panel, first, strip,
-                    strips);
+        chain<R, P>(a + a_k * R, b + p * b_panel, b_panel, k, sums, sums.at + p * sums.panel, strip, strips);
       for (; p < panels; p++)
-        chain<R, 1>(a + a_k * R, b + p * b_panel, b_panel, k, c + p * c_panel, c_panel, first, strip, strips);
+        chain<R, 1>(a + a_k * R, b + p * b_panel, b_panel, k, sums, sums.at + p * sums.panel, strip, strips);
     });
   }
 
@@ -71,8 +70,8 @@ struct VectorKernel {
   // memory would idle while the others compute. One strip that takes several panels at once does without: they are as
   // many streams, which the hardware follows fast enough.
   template <int R, int P>
-  static __attribute__((noinline)) void chain(const A* a, const T* b, int64_t b_panel, int64_t k, float* c,
-                                              int64_t c_panel, bool first, int64_t strip, int64_t strips) {
+  static __attribute__((noinline)) void chain(const A* a, const T* b, int64_t b_panel, int64_t k,
+                                              const Sums& sums, float* at, int64_t strip, int64_t strips) {
     const int64_t share = k / K_STEP<T> * strip / strips;
     const T *panels[P], *ahead[P];
     for (int p = 0; p < P; p++) {
@@ -86,15 +85,21 @@ struct VectorKernel {
       multiply_pairs<R, P>(acc, a, 2, R, panels, k, next);
     else
       cpu_ops::multiply<R, P>(acc, a, 1, R, panels, k, next);
+    const auto each = [&](auto f) INLINED {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
+      for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int p = 0; p < P; p++)
+        for (int p = 0; p < P; p++)
 #pragma GCC unroll 8
-        for (int v = 0; v < LANES_16; v++) {
-          float* const at = c + p * c_panel + r * PANEL + v * LANES;
-          store(at, first ? acc.v[r][p][v] : load(at) + acc.v[r][p][v]);
-        }
+          for (int v = 0; v < LANES_16; v++) f(at + p * sums.panel + r * PANEL + v * LANES, acc.v[r][p][v]);
+    };
+    const auto add = [](const float* from, Vec& sum) INLINED { sum = load(from) + sum; };
+    if (sums.more) each(add);
+    for (int merge = 0; merge < sums.merges; merge++) {
+      at -= sums.slot;
+      each(add);
+    }
+    each([](float* to, Vec& sum) INLINED { store(to, sum); });
   }
 };
 

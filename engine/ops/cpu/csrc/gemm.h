@@ -12,7 +12,7 @@
 // Order of an output element's sum, the same for every m, thread and place in the batch:
 //   chain:  K_CHAIN inputs accumulate in one register, k ascending         (the kernel)
 //   leaf:   its chains, added in ascending order                           (`c`, float32)
-//   tree:   the leaves, added as engine/ops/tree.py adds them              (TreeSum)
+//   tree:   the leaves, added as engine/ops/tree.py adds them              (merges_after)
 //   then bias, then one rounding.
 //
 // Loops: blocks of rows are packed once into strips that the registers hold; a task is a few panels of one block.
@@ -26,6 +26,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "scratch.h"
 #include "threads.h"
@@ -34,38 +35,16 @@
 namespace cpu_ops {
 namespace {
 
-// Partial sums of the shard tree alive at once, the leaf in the making included.
-inline int tree_slots(int64_t leaves) {
-  int n = 1;
-  for (; leaves > 1; leaves /= 2) n++;
-  return n;
+// The shard tree as leaves arrive in order, like a binary counter: before leaf i, a finished subtree stands for every bit
+// of i, the largest in slot 0; leaf i is summed in the slot after them, and equal subtrees merge at once. After the last
+// leaf, what is left merges from the right.
+inline int tree_slot(int64_t leaf) { return std::popcount(static_cast<uint64_t>(leaf)); }
+
+inline int merges_after(int64_t leaf, int64_t leaves) {
+  return leaf + 1 == leaves ? tree_slot(leaf) : std::countr_one(static_cast<uint64_t>(leaf));
 }
 
-// The shard tree as leaves arrive in order: like a binary counter, equal complete subtrees merge at once; what is left
-// at the end merges from the right. add(into, from) adds a finished partial sum to the one before it.
-template <class Add>
-class TreeSum {
- public:
-  explicit TreeSum(Add add) : add_(add) {}
-  int top() const { return depth_; }  // where the next leaf goes
-  void push() {
-    leaves_++;
-    depth_++;
-    for (int64_t bits = leaves_; bits % 2 == 0; bits /= 2) merge();
-  }
-  void finish() {
-    while (depth_ > 1) merge();
-  }
-
- private:
-  void merge() {
-    add_(depth_ - 2, depth_ - 1);
-    depth_--;
-  }
-  Add add_;
-  int depth_ = 0;
-  int64_t leaves_ = 0;
-};
+inline int tree_slots(int64_t leaves) { return std::bit_width(static_cast<uint64_t>(leaves)); }
 
 // How `rows` rows split into strips: evenly, or full ones first; a single one in two where the kernel is faster so.
 template <class Kernel>
@@ -79,20 +58,16 @@ struct Strips {
   }
 };
 
-template <class Y>
-void write_outputs(const float* c, int64_t c_panel, int64_t rows, int panels, const float* bias, Y* y, int64_t n,
-                   int64_t columns) {
-  for (int64_t row = 0; row < rows; row++)
-    for (int p = 0; p < panels; p++) {
-      const int width = static_cast<int>(std::min<int64_t>(PANEL, columns - p * PANEL));
-      const float* from = c + p * c_panel + row * PANEL;
-      for_lanes(width, [&](int64_t i, int count) {
-        Vec sum = load(from + i, count);
-        if (bias != nullptr) sum += load(bias + p * PANEL + i, count);
-        store(y + row * n + p * PANEL + i, sum, count);
-      });
-    }
-}
+// Where the sum of a chain goes: to `at`, plus what is there if a chain of the leaf came before, then plus the sums of
+// `merges` subtrees in the slots before it, into the last of these. Slots are `slot`, panels `panel` apart.
+struct Sums {
+  float* at;
+  int64_t panel, slot;
+  bool more;
+  int merges;
+};
+
+constexpr int64_t BLOCK_BYTES = 6 << 20;  // of a block's packed rows: every task reads them, best from L3
 
 // Kernel gives T (of x and the weight), A (of packed rows), Session (alive while a thread multiplies), STRIP_ROWS,
 // EVEN_STRIPS, BLOCK_ROWS, K_CHAIN, A_BYTES (of a block's rows that L2 holds while panels pass), and
@@ -100,7 +75,7 @@ void write_outputs(const float* c, int64_t c_panel, int64_t rows, int panels, co
 //   a_size(rows, k)                                                    elements of a packed strip
 //   panels_together(rows of a strip)
 //   pack(x, x_stride, rows, shape, a)
-//   multiply(a, rows, a_k, b, b_panel, panels, k, c, c_panel, first, strip, strips)   c = or += one chain
+//   multiply(a, rows, a_k, b, b_panel, panels, k, sums, strip, strips)  one chain
 template <class Kernel, class Y>
 class Linear {
  public:
@@ -113,7 +88,9 @@ class Linear {
     panels_ = round_up(shape.n, PANEL) / PANEL;
     threads_ = shape.m * k_ * shape.n < 1 << 16 ? 1 : threads;
     // Blocks of about BLOCK_ROWS, evenly: a last block of few rows would read the weight again for little.
-    const int64_t blocks = std::max<int64_t>(1, (shape.m + Kernel::BLOCK_ROWS / 2) / Kernel::BLOCK_ROWS);
+    const int64_t fit = BLOCK_BYTES / static_cast<int64_t>(sizeof(A)) / k_;
+    const int64_t most_rows = std::clamp<int64_t>(fit, Kernel::STRIP_ROWS, Kernel::BLOCK_ROWS);
+    const int64_t blocks = std::max<int64_t>(1, (shape.m + most_rows / 2) / most_rows);
     block_rows_ = round_up((shape.m + blocks - 1) / blocks, Kernel::STRIP_ROWS);
     together_ = Kernel::panels_together(Strips<Kernel>(std::min(block_rows_, shape.m)).size(0));
     const int64_t most = shape.leaves == 1 ? 8 : 4;
@@ -142,9 +119,7 @@ class Linear {
         for (int64_t task; tasks.next(task);) {
           const int64_t panel = task * group_;
           const int width = static_cast<int>(std::min(group_, panels_ - panel));
-          sum_leaves(a, strips, panel, width, c);
-          write_outputs(c, c_panel_, strips.rows, width, bias_ == nullptr ? nullptr : bias_ + panel * PANEL,
-                        y_ + m0 * shape_.n + panel * PANEL, shape_.n, shape_.n - panel * PANEL);
+          for (int64_t leaf = 0; leaf < shape_.leaves; leaf++) sum_leaf(a, strips, m0, leaf, panel, width, c);
         }
       });
     }
@@ -153,35 +128,43 @@ class Linear {
  private:
   static int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-  // The shard tree of `width` panels from `panel` on, into c's first slot: [panel][row][16].
-  void sum_leaves(const A* a, const Strips<Kernel>& strips, int64_t panel, int width, float* c) const {
-    TreeSum tree([&](int into, int from) {
-      for (int p = 0; p < width; p++)
-        for_lanes(strips.rows * PANEL, [&](int64_t i, int count) {
-          float* const left = c + into * c_slot_ + p * c_panel_ + i;
-          store(left, load(left, count) + load(c + from * c_slot_ + p * c_panel_ + i, count), count);
-        });
-    });
-    for (int64_t leaf = 0; leaf < shape_.leaves; leaf++) {
-      sum_leaf(a, strips, leaf * shape_.leaf_k_padded, panel, width, c + tree.top() * c_slot_);
-      tree.push();
-    }
-    tree.finish();
-  }
-
-  void sum_leaf(const A* a, const Strips<Kernel>& strips, int64_t leaf_k, int64_t panel, int width, float* sum) const {
+  // A leaf of `width` panels from `panel` on, into its slot of c: [slot][panel][row][16].
+  void sum_leaf(const A* a, const Strips<Kernel>& strips, int64_t m0, int64_t leaf, int64_t panel, int width,
+                float* c) const {
+    float* const sum = c + tree_slot(leaf) * c_slot_;
+    const int64_t leaf_k = leaf * shape_.leaf_k_padded;
     for (int64_t stay = 0; stay < shape_.leaf_k_padded; stay += k_stay_) {
       const int64_t end = std::min(stay + k_stay_, shape_.leaf_k_padded);
       for (int64_t p = 0; p < width; p += together_)
         for (int64_t k = stay; k < end; k += Kernel::K_CHAIN)
           for (int64_t strip = 0; strip < strips.count; strip++) {
             const int64_t first = strips.first(strip);
-            Kernel::multiply(a + Kernel::a_size(first, k_), strips.size(strip), leaf_k + k,
-                             packed_ + ((panel + p) * k_ + leaf_k + k) * PANEL, k_ * PANEL,
-                             static_cast<int>(std::min(together_, width - p)),
-                             std::min<int64_t>(Kernel::K_CHAIN, end - k), sum + p * c_panel_ + first * PANEL, c_panel_,
-                             k == 0, strip, strips.count);
+            const int rows = strips.size(strip), panels = static_cast<int>(std::min(together_, width - p));
+            float* const at = sum + p * c_panel_ + first * PANEL;
+            const bool last = k + Kernel::K_CHAIN >= shape_.leaf_k_padded;
+            const Sums sums{at, c_panel_, c_slot_, k != 0, last ? merges_after(leaf, shape_.leaves) : 0};
+            Kernel::multiply(a + Kernel::a_size(first, k_), rows, leaf_k + k,
+                             packed_ + ((panel + p) * k_ + leaf_k + k) * PANEL, k_ * PANEL, panels,
+                             std::min<int64_t>(Kernel::K_CHAIN, end - k), sums, strip, strips.count);
+            if (last && leaf + 1 == shape_.leaves)
+              write_outputs(at - sums.merges * c_slot_, y_ + (m0 + first) * shape_.n, rows, panel + p, panels);
           }
+    }
+  }
+
+  // A strip's finished sums, still in L1, with bias and rounded.
+  void write_outputs(const float* sums, Y* y, int rows, int64_t panel, int panels) const {
+    for (int p = 0; p < panels; p++) {
+      const int64_t column = (panel + p) * PANEL;
+      for_lanes(std::min<int64_t>(PANEL, shape_.n - column), [&](int64_t i, int count) {
+        const float* from = sums + p * c_panel_ + i;
+        Y* to = y + column + i;
+        const Vec bias = bias_ == nullptr ? broadcast(-0.0f) : load(bias_ + column + i, count);  // x + -0 is x
+        if (count == LANES)
+          for (int row = 0; row < rows; row++) store(to + row * shape_.n, load(from + row * PANEL) + bias);
+        else
+          for (int row = 0; row < rows; row++) store(to + row * shape_.n, load(from + row * PANEL) + bias, count);
+      });
     }
   }
 

@@ -35,23 +35,33 @@ struct AmxKernel {
     }
   }
 
-  static void multiply(const A* a, int rows, int64_t a_k, const T* b, int64_t b_panel, int panels, int64_t k, float* c,
-                       int64_t c_panel, bool first, int64_t, int64_t) {
+  static void multiply(const A* a, int rows, int64_t a_k, const T* b, int64_t b_panel, int panels, int64_t k,
+                       const Sums& sums, int64_t, int64_t) {
     if (rows > TILE_ROWS)
-      multiply_tiles<2>(a + a_k * 2 * TILE_ROWS, b, b_panel, panels, k / TILE_K, c, c_panel, first);
+      multiply_tiles<2>(a + a_k * 2 * TILE_ROWS, b, b_panel, panels, k / TILE_K, sums);
     else
-      multiply_tiles<1>(a + a_k * TILE_ROWS, b, b_panel, panels, k / TILE_K, c, c_panel, first);
+      multiply_tiles<1>(a + a_k * TILE_ROWS, b, b_panel, panels, k / TILE_K, sums);
+    if (sums.merges > 0) add_subtrees(sums, rows, panels);
   }
 
   template <int R>
-  static void multiply_tiles(const A* a, const T* b, int64_t b_panel, int panels, int64_t steps, float* c,
-                             int64_t c_panel, bool first) {
+  static void multiply_tiles(const A* a, const T* b, int64_t b_panel, int panels, int64_t steps, const Sums& sums) {
     with_constant<4 / R>(panels, [&](auto p) {
       constexpr int P = p;
       const T* tiles[P];
       for (int i = 0; i < P; i++) tiles[i] = b + i * b_panel;
-      tile_product<R, P>(a, tiles, steps, c, PANEL, c_panel, first);
+      tile_product<R, P>(a, tiles, steps, sums.at, PANEL, sums.panel, !sums.more);
     });
+  }
+
+  static void add_subtrees(const Sums& sums, int rows, int panels) {
+    for (int p = 0; p < panels; p++)
+      for (int64_t i = 0; i < rows * PANEL; i += LANES) {
+        float* at = sums.at + p * sums.panel + i;
+        Vec sum = load(at);
+        for (int merge = 0; merge < sums.merges; merge++) sum = load(at -= sums.slot) + sum;
+        store(at, sum);
+      }
   }
 };
 
