@@ -205,12 +205,22 @@ class Attention {
     return (batch_.query_start[item.sequence] + at / group_) * batch_.heads + kv_head * group_ + at % group_;
   }
 
-  // K tile of 16 keys from key on, or the item's last tile.
-  const T* k_tile(const Item& item, int64_t head, int64_t key) const {
-    const int64_t tile = std::min(key, item.last_position) / PANEL;
-    const int64_t block = batch_.block_tables[item.sequence * batch_.table_stride + tile / layout_.tiles_per_block];
-    return kv_ + block * layout_.block_size() + (item.kv_head + head) * layout_.head_size() +
-           tile % layout_.tiles_per_block * layout_.tile_size();
+  // The K tiles of `count` times 16 keys from key on; after the item's last tile, that one again.
+  void find_tiles(const Item& item, int64_t head, int64_t key, int count, const T** tiles) const {
+    const int32_t* const table = batch_.block_tables + item.sequence * batch_.table_stride;
+    const T* const kv = kv_ + (item.kv_head + head) * layout_.head_size();
+    const int64_t last = item.last_position / PANEL;
+    int64_t tile = std::min(key / PANEL, last);
+    int64_t block = tile / layout_.tiles_per_block, in_block = tile % layout_.tiles_per_block;
+    for (int i = 0; i < count; i++) {
+      tiles[i] = kv + table[block] * layout_.block_size() + in_block * layout_.tile_size();
+      if (tile == last) continue;
+      tile++;
+      if (++in_block == layout_.tiles_per_block) {
+        in_block = 0;
+        block++;
+      }
+    }
   }
 
   void attend(const Item& item, const Item& next_item, Products& products, Scratch& memory) const {
@@ -229,13 +239,15 @@ class Attention {
       const int64_t section_end = std::min((section + 1) * SECTION_KEYS, end);
       for (int64_t key = section * SECTION_KEYS; key < section_end; key += STEP_KEYS)
         for (int64_t head = 0; head < item.heads; head++) {
-          const auto next_tile = [&](int64_t i) {
-            if (head + 1 < item.heads) return k_tile(item, head + 1, key + i * PANEL);
-            if (key + STEP_KEYS < end) return k_tile(item, 0, key + STEP_KEYS + i * PANEL);
-            return k_tile(next_item, 0, next_item.section_begin * SECTION_KEYS + i * PANEL);
-          };
+          const T* next_tiles[STEP_TILES];
+          if (head + 1 < item.heads)
+            find_tiles(item, head + 1, key, STEP_TILES, next_tiles);
+          else if (key + STEP_KEYS < end)
+            find_tiles(item, 0, key + STEP_KEYS, STEP_TILES, next_tiles);
+          else
+            find_tiles(next_item, 0, next_item.section_begin * SECTION_KEYS, STEP_TILES, next_tiles);
           const int64_t keys = std::min<int64_t>(section_end - key, STEP_KEYS);
-          step(item, head, key, keys, next_tile, products, state + head * rows,
+          step(item, head, key, keys, next_tiles, products, state + head * rows,
                section_output + head * rows * head_dim_, buffers);
         }
       for (int64_t i = 0; i < all_rows; i++) {
@@ -260,19 +272,15 @@ class Attention {
   }
 
   // One step of one head's rows: `keys` keys from `key` on, folded into state and output.
-  template <class NextTile>
-  void step(const Item& item, int64_t head, int64_t key, int64_t keys, NextTile next_tile, Products& products,
+  void step(const Item& item, int64_t head, int64_t key, int64_t keys, const T* const* next_tiles, Products& products,
             RowState* state, float* output, float* buffers) const {
     float* const step_output = buffers;
     float* const scores = step_output + ITEM_ROWS * head_dim_;
     T* const last_values = reinterpret_cast<T*>(scores + ITEM_ROWS * STEP_KEYS);
     const int tiles = static_cast<int>((keys + PANEL - 1) / PANEL);
-    const T *k_tiles[STEP_TILES], *v_tiles[STEP_TILES], *next_tiles[STEP_TILES];
-    for (int i = 0; i < tiles; i++) {
-      k_tiles[i] = k_tile(item, head, key + i * PANEL);
-      v_tiles[i] = k_tiles[i] + layout_.value_offset();
-      next_tiles[i] = next_tile(i);
-    }
+    const T *k_tiles[STEP_TILES], *v_tiles[STEP_TILES];
+    find_tiles(item, head, key, tiles, k_tiles);
+    for (int i = 0; i < tiles; i++) v_tiles[i] = k_tiles[i] + layout_.value_offset();
     const int64_t written = batch_.context_lens[item.sequence] - key - (tiles - 1) * PANEL;
     if (written < PANEL) {
       zero_unwritten(v_tiles[tiles - 1], written, head_dim_, last_values);

@@ -70,8 +70,8 @@ struct VectorKernel {
   // memory would idle while the others compute. One strip that takes several panels at once does without: they are as
   // many streams, which the hardware follows fast enough.
   template <int R, int P>
-  static __attribute__((noinline)) void chain(const A* a, const T* b, int64_t b_panel, int64_t k,
-                                              const Sums& sums, float* at, int64_t strip, int64_t strips) {
+  static __attribute__((noinline)) void chain(const A* a, const T* b, int64_t b_panel, int64_t k, const Sums& sums,
+                                              float* at, int64_t strip, int64_t strips) {
     const int64_t share = k / K_STEP<T> * strip / strips;
     const T *panels[P], *ahead[P];
     for (int p = 0; p < P; p++) {

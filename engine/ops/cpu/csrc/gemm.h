@@ -35,9 +35,9 @@
 namespace cpu_ops {
 namespace {
 
-// The shard tree as leaves arrive in order, like a binary counter: before leaf i, a finished subtree stands for every bit
-// of i, the largest in slot 0; leaf i is summed in the slot after them, and equal subtrees merge at once. After the last
-// leaf, what is left merges from the right.
+// The shard tree as leaves arrive in order, like a binary counter: before leaf i, a finished subtree stands for every
+// bit of i, the largest in slot 0; leaf i is summed in the slot after them, and equal subtrees merge at once. After the
+// last leaf, what is left merges from the right.
 inline int tree_slot(int64_t leaf) { return std::popcount(static_cast<uint64_t>(leaf)); }
 
 inline int merges_after(int64_t leaf, int64_t leaves) {

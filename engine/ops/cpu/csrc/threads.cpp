@@ -70,9 +70,9 @@ class Pool {
   static constexpr uint64_t OPEN = 1ull << 31, JOINED = OPEN - 1;
   static constexpr int NONE = -1;
 
-  // Keeps the workers off the caller's CPU `cpu`, if there is another. A kernel wakes a thread where its waker runs when
-  // it takes the thread for light, or the idle CPUs for costly to wake (a guest's halted ones): the two then take turns
-  // on one CPU until a tick finds them there, milliseconds later.
+  // Keeps the workers off the caller's CPU `cpu`, if there is another. A kernel wakes a thread where its waker runs
+  // when it takes the thread for light, or the idle CPUs for costly to wake (a guest's halted ones): the two then take
+  // turns on one CPU until a tick finds them there, milliseconds later.
   void shun(int cpu) {
     if (cpu == shunned_ || cpu == NONE) return;
     cpu_set_t others = allowed_;

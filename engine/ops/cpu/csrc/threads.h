@@ -4,8 +4,8 @@
 // nothing left to do but has lost its core, and threads between calls spin for milliseconds (libgomp) or pay a wake-up
 // at each call. On two cores shared with other work, decode steps took five to forty times as long. Here a call starts
 // at once; a worker that is awake joins it and takes tasks, a worker that comes late finds it closed and is not waited
-// for. Idle workers watch for the next call for 0.2 ms, yielding their core to whoever wants it, then sleep. They keep off
-// the CPU that their caller is on.
+// for. Idle workers watch for the next call for 0.2 ms, yielding their core to whoever wants it, then sleep. They keep
+// off the CPU that their caller is on.
 //
 // Tasks must not depend on who runs them or when; so results do not depend on the number of threads.
 #pragma once

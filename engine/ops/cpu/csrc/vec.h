@@ -229,21 +229,33 @@ INLINE void with_constant(int n, F f) {
 }
 
 // Reductions over 16 logical lanes in one tree, whatever LANES is: lane i takes lane i + 8, then i + 4, i + 2, i + 1.
+// In registers: through memory, each level would wait for the stores of the one before.
+template <int HALF, class F>
+INLINE Vec reduce_lanes(Vec v, F op) {
+  if constexpr (HALF == 0) {
+    return v;
+  } else {
+    IVec upper;
+    for (int i = 0; i < LANES; i++) upper[i] = (i + HALF) % LANES;
+    return reduce_lanes<HALF / 2>(op(v, __builtin_shuffle(v, upper)), op);
+  }
+}
+
 template <class F>
 INLINE float reduce_16(const Vec (&v)[LANES_16], F op) {
-  float lanes[16];
-  for (int i = 0; i < LANES_16; i++) store(lanes + i * LANES, v[i]);
-  for (int half = 8; half > 0; half /= 2)
+  Vec lanes[LANES_16];
+  for (int i = 0; i < LANES_16; i++) lanes[i] = v[i];
+  for (int half = LANES_16 / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) lanes[i] = op(lanes[i], lanes[i + half]);
-  return lanes[0];
+  return reduce_lanes<LANES / 2>(lanes[0], op)[0];
 }
 
 INLINE float reduce_add(const Vec (&v)[LANES_16]) {
-  return reduce_16(v, [](float a, float b) { return a + b; });
+  return reduce_16(v, [](Vec a, Vec b) INLINED { return a + b; });
 }
 
 INLINE float reduce_max(const Vec (&v)[LANES_16]) {
-  return reduce_16(v, [](float a, float b) { return a > b ? a : b; });
+  return reduce_16(v, [](Vec a, Vec b) INLINED { return max(a, b); });
 }
 
 // e**x within 2 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial in r (Cephes' coefficients), times 2**n made from
